@@ -1,0 +1,41 @@
+# make demo | make test | make lint: each installs what it needs into .venv first, and again only when the requirements change.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+TYPING := $(VENV)/typing/dyngran
+FLOORS := compiler runtime passes kernels
+
+# The repository's root must not be importable: it would make `kernels` a top-level module (docs/decisions.md).
+export PYTHONSAFEPATH := 1
+
+.PHONY: install demo test lint typing clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml requirements-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -c requirements-dev.txt setuptools
+	$(BIN)/python -m pip install --disable-pip-version-check -c requirements-dev.txt --no-build-isolation -e '.[dev]'
+	touch $@
+
+demo: install
+	$(BIN)/python bench/demo.py
+
+test: install
+	$(BIN)/python -m pytest -n 2
+
+lint: install typing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	MYPYPATH=$(VENV)/typing $(BIN)/mypy -p dyngran
+
+# mypy does not follow setuptools' editable finder, so it gets the packages as the tree that they are imported as.
+typing:
+	rm -rf $(TYPING)
+	mkdir -p $(TYPING)
+	ln -s $(CURDIR)/dyngran/* $(FLOORS:%=$(CURDIR)/%) $(TYPING)/
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,289 @@
+"""Training under a budget against stock torch.compile on one card: predicted and measured peak, step time, loss.
+
+    python bench/fit.py --models llama350m vitl resnet152            # 90, 70, 50 and 30 % of the free transient
+    python bench/fit.py --models llama350m --budgets 0.9 0.5
+    python bench/fit.py --models resnet152 --batches 2 2.5 3         # larger batches under stock compile's peak
+    python bench/fit.py --smoke                                      # a tiny model on the CPU, seconds
+
+A configuration is ``stock`` (torch.compile), ``free`` (dyngran without a budget), ``f0.50`` (dyngran at static + 0.50 x (stock's
+peak - static)) or ``x2.0`` (dyngran at stock's peak with twice the batch). Each runs in a process of its own. Processes compile side by
+side, hand their cached memory back and wait; then each is timed while the others do nothing. Every row is appended to ``--out`` as soon as
+it exists: one when a configuration has compiled (``"stage": "compiled"``: peaks, prediction, compile time) and one when it was
+timed alone (``"stage": "timed"``: the same and step times).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import IO
+
+import torch
+from meter import Memory, measure_busy_ms, measure_memory, measure_wall_ms, synchronize
+from models import CASES, Case
+from torch import Tensor, nn
+
+from dyngran.errors import DyngranError
+
+ROW = "@@row "
+NUM_LOSS_STEPS = 10  # every configuration reports its loss after this many steps
+Row = dict[str, object]
+
+
+class Trainer:
+    """One configuration: model, optimizer, compiled function and its step."""
+
+    def __init__(self, case: Case, *, batch: int, device: torch.device, backend: str, options: Mapping[str, object]) -> None:
+        torch.manual_seed(0)
+        self.case, self.device = case, device
+        model = case.build().to(device).train()
+        self.inputs = case.inputs(batch, device)
+        if case.channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self.inputs = tuple(t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for t in self.inputs)
+        self.model: nn.Module = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        self.compiled = torch.compile(model, backend=backend, dynamic=False, options=dict(options) or None)
+        if backend == "dyngran":
+            import dyngran
+
+            dyngran.attach(model, self.optimizer)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        return torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
+
+    def step(self) -> Tensor:
+        """Forward, loss, backward, optimizer step, gradients set to None; returns the loss without its graph."""
+        with self._autocast():
+            loss = self.case.loss(self.compiled, self.inputs)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def held(self) -> Iterable[Tensor]:
+        yield from (*self.model.parameters(), *self.model.buffers(), *self.inputs)
+        for state in self.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def prediction(trainer: Trainer) -> Row:
+    """What dyngran says about the step, from `dyngran.explain`."""
+    import dyngran
+
+    report = dyngran.explain(trainer.compiled)
+    return {
+        "predicted_peak_bytes": report.predicted_peak_bytes,
+        "predicted_transient_bytes": report.predicted_peak_bytes - report.plan.static_bytes,
+        "predicted_static_bytes": report.plan.static_bytes,
+        "predicted_step_ms": round(report.plan.time_us / 1e3, 3),
+        "predicted_overhead_ms": round(report.plan.overhead_us / 1e3, 3),
+        "num_recomputed": report.plan.num_recomputed,
+        "num_saved": len(report.plan.saved),
+        "solver": report.plan.solver,
+        "reported_peak_bytes": report.measured_peak_bytes,
+        "reported_step_us": report.measured_step_us,
+    }
+
+
+def memory_row(memory: Memory) -> Row:
+    return {
+        "static_bytes": memory.static_bytes,
+        "measured_peak_bytes": memory.peak_bytes,
+        "measured_transient_bytes": memory.peak_bytes - memory.static_bytes,
+        "reserved_bytes": memory.reserved_bytes,
+    }
+
+
+def emit(row: Row) -> None:
+    print(ROW + json.dumps(row), flush=True)
+
+
+def one(args: argparse.Namespace) -> int:
+    """Compile one configuration and emit its row; then, told so on stdin (or at once with ``--now``), time it and emit it again."""
+    device = torch.device("cuda" if torch.cuda.is_available() and not args.smoke else "cpu")
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
+    case = CASES[args.models[0]]
+    batch = int(case.batch * args.batch_factor)
+    row: Row = {
+        "model": args.models[0],
+        "config": args.config,
+        "batch": batch,
+        "budget_bytes": args.budget_bytes,
+        "stage": "compiled",
+        "status": "ok",
+        "card": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "commit": commit(),
+        "command": args.command,
+    }
+    options: Row = {} if args.config == "stock" else {"budget": args.budget_bytes, **({"codegen": "eager"} if args.smoke else {})}
+    backend = "dyngran" if args.config != "stock" else ("aot_eager" if args.smoke else "inductor")
+    try:
+        return run_one(args, row, Trainer(case, batch=batch, device=device, backend=backend, options=options))
+    except (RuntimeError, ValueError, DyngranError) as error:  # out of memory, a budget that is refused: a result, written down as such
+        emit({**row, "status": type(error).__name__, "error": str(error)[:600], "least_peak_bytes": getattr(error, "least_peak_bytes", None)})
+        return 1
+
+
+def run_one(args: argparse.Namespace, row: Row, trainer: Trainer) -> int:
+    device = trainer.device
+    start = time.perf_counter()
+    losses = [trainer.step()]
+    synchronize(device)
+    row["compile_s"] = round(time.perf_counter() - start, 1)
+    while len(losses) < NUM_LOSS_STEPS:
+        losses.append(trainer.step())
+    row["loss"] = losses[-1].item()
+    row["loss_after_steps"] = NUM_LOSS_STEPS
+    del losses
+    row.update(memory_row(measure_memory(trainer.step, device, trainer.held(), num_steps=3)))
+    if args.config != "stock":
+        row.update(prediction(trainer))
+    emit(row)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    if not args.now:
+        sys.stdin.readline()
+    for _ in range(3):
+        trainer.step()
+    row.update(measure_wall_ms(trainer.step, device, num_steps=args.steps))
+    row["device_busy_ms"] = measure_busy_ms(trainer.step, device, num_steps=3)
+    row.update(memory_row(measure_memory(trainer.step, device, trainer.held(), num_steps=3)))
+    row["samples_per_s"] = round(1e3 * int(str(row["batch"])) / float(str(row["step_ms"])), 2)
+    emit({**row, "stage": "timed"})
+    return 0
+
+
+def commit() -> str:
+    """Commit that is measured: ``DYNGRAN_COMMIT`` (a copied tree has no history), else git's, else unknown."""
+    if name := os.environ.get("DYNGRAN_COMMIT"):
+        return name
+    try:
+        found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+    except FileNotFoundError:
+        return "unknown"
+    return found.stdout.strip() or "unknown"
+
+
+class Worker:
+    """A configuration's process, seen from the parent."""
+
+    def __init__(self, args: argparse.Namespace, model: str, config: str, *, budget_bytes: int | None, batch_factor: float) -> None:
+        command = [sys.executable, str(Path(__file__)), "--one", "--models", model, "--config", config, "--steps", str(args.steps)]
+        command += ["--batch-factor", str(batch_factor), "--command", args.command]
+        command += [] if budget_bytes is None else ["--budget-bytes", str(budget_bytes)]
+        command += ["--smoke"] if args.smoke else []
+        self.name = f"{model} {config}"
+        self._args = args
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def row(self) -> Row | None:
+        """Wait for the next row and append it to ``--out``; None if the process has ended."""
+        output = self._process.stdout
+        assert output is not None
+        for line in output:
+            if line.startswith(ROW):
+                row: Row = json.loads(line[len(ROW) :])
+                with Path(self._args.out).open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(shown(row), flush=True)
+                return row
+        return None
+
+    def time(self) -> Row | None:
+        """Let it be timed, alone, and wait for its end."""
+        stdin: IO[str] | None = self._process.stdin
+        assert stdin is not None
+        if self._process.poll() is None:
+            stdin.write("go\n")
+            stdin.flush()
+        row = self.row()
+        self._process.wait()
+        return row
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def shown(row: Row) -> str:
+    """One line for a person: what was allowed, predicted, measured, and how long a step took."""
+
+    def gib(name: str) -> str:
+        value = row.get(name)
+        return f"{value / 2**30:6.2f}" if isinstance(value, int) else "     -"
+
+    times = f"step {row.get('step_ms', '-')} ms  busy {row.get('device_busy_ms', '-')} ms  compile {row.get('compile_s', '-')} s"
+    peaks = f"budget {gib('budget_bytes')}  predicted {gib('predicted_peak_bytes')}  measured {gib('measured_peak_bytes')} GiB"
+    return f"{row['model']:10} {row['config']:6} {row['status']:8} {peaks}  {times}  loss {row.get('loss', '-')}"
+
+
+def fit(args: argparse.Namespace, model: str) -> None:
+    """All configurations of one model: stock first (budgets are shares of its peak), dyngran's free plan (fills the cost cache), the rest."""
+    waiting: list[Worker] = []
+    try:
+        stock = Worker(args, model, "stock", budget_bytes=None, batch_factor=1.0)
+        waiting.append(stock)
+        found = stock.row()
+        if found is None or found["status"] != "ok":
+            return
+        static, peak = int(str(found["static_bytes"])), int(str(found["measured_peak_bytes"]))
+        free = Worker(args, model, "free", budget_bytes=None, batch_factor=1.0)
+        waiting.append(free)
+        free.row()
+        todo = [(f"f{share:.2f}", static + int(share * (peak - static)), 1.0) for share in args.budgets]
+        while todo:
+            group, todo = todo[: args.at_once], todo[args.at_once :]
+            workers = [Worker(args, model, name, budget_bytes=budget, batch_factor=factor) for name, budget, factor in group]
+            waiting += workers
+            for worker in workers:
+                worker.row()
+        while waiting:
+            waiting.pop(0).time()
+        for factor in args.batches:  # these need the card for themselves: its memory, not only its time
+            worker = Worker(args, model, f"x{factor:g}", budget_bytes=peak, batch_factor=factor)
+            waiting.append(worker)
+            worker.row()
+            waiting.pop().time()
+    finally:
+        for worker in waiting:
+            worker.stop()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["llama350m", "vitl", "resnet152"], choices=list(CASES))
+    parser.add_argument("--budgets", nargs="*", type=float, default=[0.9, 0.7, 0.5, 0.3], help="shares of the free transient")
+    parser.add_argument("--batches", nargs="*", type=float, default=[], help="multiples of the batch, under stock compile's peak")
+    parser.add_argument("--at-once", type=int, default=3, help="processes that compile side by side")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps")
+    parser.add_argument("--out", default=str(Path(os.environ.get("OUT", ".")) / "fit.jsonl"))
+    parser.add_argument("--smoke", action="store_true", help="the tiny model on the CPU, eager code generation")
+    parser.add_argument("--one", action="store_true", help="run a single configuration in this process")
+    parser.add_argument("--now", action="store_true", help="with --one: time at once instead of waiting for a line on stdin")
+    parser.add_argument("--config", default="stock", help="with --one: stock, free, or a name for the row")
+    parser.add_argument("--budget-bytes", type=int, help="with --one")
+    parser.add_argument("--batch-factor", type=float, default=1.0, help="with --one")
+    parser.add_argument("--command", default=" ".join(["python", *sys.argv]), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.smoke:
+        args.models, args.steps = ["tiny"], min(args.steps, 5)
+        torch.set_num_threads(1)
+    if args.one:
+        return one(args)
+    for model in args.models:
+        fit(args, model)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

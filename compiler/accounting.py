@@ -1,0 +1,253 @@
+"""What Inductor's generated wrappers allocate, line by line: the peak of one step as the code that will run implies it.
+
+Fusion, buffer reuse and the order of kernels are Inductor's to decide, so a prediction made before code generation is approximate. The
+generated wrapper is plain: buffers are allocated, kernels launched, names deleted. Replaying its statements with the storages each name
+is bound to gives the peak exactly, but for workspaces inside kernels, which are added where they were measured.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from dyngran.compiler import torch_private
+from dyngran.compiler.capture import Captured
+from dyngran.compiler.storages import storage_bytes, tensors_of
+from dyngran.passes.errors import UnknownSize
+from dyngran.passes.plan import Plan
+
+_ALIASES = frozenset({"reinterpret_tensor", "_reinterpret_tensor", "as_strided", "alloc_from_pool"})
+
+
+class UnreadableWrapper(Exception):
+    """The wrapper does something that the replay does not know; the simulator's prediction stays."""
+
+
+@dataclass(slots=True)
+class WrapperAccount:
+    """The generated code of one compilation: forward and backward, in the order in which they were generated."""
+
+    codes: list[torch_private.GeneratedCode] = field(default_factory=list)
+
+    def add(self, code: torch_private.GeneratedCode) -> None:
+        self.codes.append(code)
+
+    def single(self, *, is_backward: bool) -> torch_private.GeneratedCode | None:
+        found = [code for code in self.codes if code.is_backward is is_backward]
+        return found[0] if len(found) == 1 else None
+
+
+def wrapper_peak(account: WrapperAccount, captured: Captured, plan: Plan) -> int | None:
+    """Transient peak of one step in bytes, or None if there is no generated code or it cannot be read."""
+    forward, backward = account.single(is_backward=False), account.single(is_backward=True)
+    if forward is None or backward is None:
+        return None
+    try:
+        names = {node.name: value for value, node in enumerate(captured.nodes) if node is not None}
+        held = captured.problem.forward_outputs
+        saved = {name: captured.problem.values[value].size_bytes for name, value in names.items() if value in plan.saved}
+        in_forward = _Replay(forward, captured, {}).peak()
+        kept = {name for name in saved if names[name] in held}
+        still_held = sum(captured.problem.values[value].size_bytes for value in held if value not in plan.saved)
+        in_backward = _Replay(backward, captured, saved, never_freed=kept).peak()
+    except (UnreadableWrapper, UnknownSize):
+        return None
+    return max(in_forward, in_backward + still_held)
+
+
+class _Replay:
+    """Replays one wrapper. ``inputs`` are the bytes of arguments that die as they are consumed; other arguments belong to the caller."""
+
+    def __init__(
+        self, code: torch_private.GeneratedCode, captured: Captured, inputs: dict[str, int], never_freed: Iterable[str] = ()
+    ) -> None:
+        self._captured = captured
+        self._device = captured.device
+        self._placeholders = [node for node in code.graph.graph.nodes if node.op == "placeholder"]
+        self._inputs = inputs
+        self._never_freed = set(never_freed)
+        self._body = _call_body(code.source)
+        self._size_of: dict[int, int] = {}
+        self._bound: dict[str, tuple[int, ...]] = {}
+        self._members: dict[str, list[tuple[int, ...]]] = {}
+        self._symbols: dict[str, int] = {}
+        self._unused = _by_target(code.graph)
+        self._workspace = {op.name: op.workspace_bytes for op in captured.problem.ops if op.workspace_bytes}
+
+    def peak(self) -> int:
+        highest = 0
+        for statement in _flatten(self._body):
+            workspace = self._run(statement)
+            highest = max(highest, self._live() + workspace)
+        return highest
+
+    def _live(self) -> int:
+        alive = {storage for storages in self._bound.values() for storage in storages}
+        return sum(self._size_of[storage] for storage in alive)
+
+    def _run(self, statement: ast.stmt) -> int:
+        if isinstance(statement, ast.Delete):
+            for target in statement.targets:
+                self._unbind(target)
+        elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            return self._assign(statement.targets[0], statement.value)
+        elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+            return self._workspace_of(statement.value)
+        return 0
+
+    def _unbind(self, target: ast.expr) -> None:
+        for name in target.elts if isinstance(target, ast.Tuple) else [target]:
+            if isinstance(name, ast.Name):
+                self._bound.pop(name.id, None)
+                self._members.pop(name.id, None)
+
+    def _assign(self, target: ast.expr, value: ast.expr) -> int:
+        if isinstance(target, (ast.Tuple, ast.List)) and isinstance(value, ast.Name) and value.id == "args":
+            self._bind_arguments([name.id for name in target.elts if isinstance(name, ast.Name)])
+            return 0
+        if not isinstance(target, ast.Name):
+            return 0
+        storages, workspace = self._evaluate(target.id, value)
+        if storages:
+            self._bound[target.id] = storages
+        elif isinstance(value, ast.Constant) and value.value is None:
+            self._bound.pop(target.id, None)
+        return workspace
+
+    def _bind_arguments(self, names: list[str]) -> None:
+        if len(names) != len(self._placeholders):
+            raise UnreadableWrapper(f"{len(names)} arguments for {len(self._placeholders)} placeholders")
+        for name, node in zip(names, self._placeholders, strict=True):
+            value = node.meta.get("val")
+            if isinstance(value, (torch.SymInt, int)):
+                self._symbols[name] = torch_private.size_hint(value)
+            size = self._inputs.get(node.name, 0)
+            if torch_private.is_tangent(node) and isinstance(value, torch.Tensor):
+                size = storage_bytes(value, self._device)
+            storages = self._new(size)
+            self._bound[name] = storages
+            if node.name in self._never_freed or torch_private.is_tangent(node):
+                self._bound[f"held {name}"] = storages
+
+    def _new(self, size_bytes: int) -> tuple[int, ...]:
+        self._size_of[len(self._size_of)] = size_bytes
+        return (len(self._size_of) - 1,)
+
+    def _evaluate(self, name: str, value: ast.expr) -> tuple[tuple[int, ...], int]:
+        """(storages of the result, workspace in bytes) of one right-hand side."""
+        if isinstance(value, ast.Name):
+            if value.id in self._symbols:
+                self._symbols[name] = self._symbols[value.id]
+            if value.id in self._members:
+                self._members[name] = self._members[value.id]
+            return self._bound.get(value.id, ()), 0
+        if isinstance(value, ast.Subscript) and isinstance(value.value, ast.Name):
+            members = self._members.get(value.value.id)
+            if members is not None and isinstance(value.slice, ast.Constant) and isinstance(value.slice.value, int):
+                return members[value.slice.value], 0
+            return self._bound.get(value.value.id, ()), 0
+        if isinstance(value, ast.Call):
+            return self._call(name, value)
+        return (), 0
+
+    def _call(self, name: str, call: ast.Call) -> tuple[tuple[int, ...], int]:
+        function = ast.unparse(call.func)
+        last = function.rsplit(".", 1)[-1]
+        if last.startswith("empty_strided"):
+            return self._new(self._allocation(call) if last.endswith(self._device.type) else 0), 0
+        if last in _ALIASES and call.args and isinstance(call.args[0], ast.Name):
+            return self._bound.get(call.args[0].id, ()), 0
+        if function.startswith(("extern_kernels.", "torch.ops.", "aten.")):
+            return self._library_call(name, function)
+        if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name) and call.func.value.id in self._bound:
+            return self._bound[call.func.value.id], 0
+        return (), 0
+
+    def _allocation(self, call: ast.Call) -> int:
+        sizes, strides = (self._numbers(argument) for argument in call.args[:2])
+        dtype = getattr(torch, ast.unparse(call.args[2]).removeprefix("torch."), None)
+        if not isinstance(dtype, torch.dtype):
+            raise UnreadableWrapper(f"dtype {ast.unparse(call.args[2])}")
+        return storage_bytes(torch.empty_strided(sizes, strides, dtype=dtype, device="meta"), self._device, on_device=True)
+
+    def _numbers(self, expression: ast.expr) -> list[int]:
+        if not isinstance(expression, ast.Tuple):
+            raise UnreadableWrapper(f"size {ast.unparse(expression)}")
+        return [self._number(item) for item in expression.elts]
+
+    def _number(self, expression: ast.expr) -> int:
+        if isinstance(expression, ast.Constant) and isinstance(expression.value, int):
+            return expression.value
+        if isinstance(expression, ast.Name) and expression.id in self._symbols:
+            return self._symbols[expression.id]
+        if isinstance(expression, ast.BinOp):
+            left, right = self._number(expression.left), self._number(expression.right)
+            if isinstance(expression.op, ast.Mult):
+                return left * right
+            if isinstance(expression.op, ast.Add):
+                return left + right
+            if isinstance(expression.op, ast.Sub):
+                return left - right
+            if isinstance(expression.op, ast.FloorDiv):
+                return left // right
+        raise UnreadableWrapper(f"size {ast.unparse(expression)}")
+
+    def _library_call(self, name: str, function: str) -> tuple[tuple[int, ...], int]:
+        node = self._take(function)
+        if node is None:
+            raise UnreadableWrapper(f"{function} is not in the graph")
+        value = node.meta.get("val")
+        workspace = self._workspace.get(node.name, 0)
+        if isinstance(value, (tuple, list)):
+            members = [self._new(sum(storage_bytes(tensor, self._device) for tensor in tensors_of(item))) for item in value]
+            self._members[name] = members
+            return tuple(storage for member in members for storage in member), workspace
+        return self._new(sum(storage_bytes(tensor, self._device) for tensor in tensors_of(value))), workspace
+
+    def _take(self, function: str) -> fx.Node | None:
+        """The next node of this target that no line has been matched with."""
+        nodes = self._unused.get(_target_name(function), [])
+        return nodes.pop(0) if nodes else None
+
+    def _workspace_of(self, call: ast.Call) -> int:
+        function = ast.unparse(call.func)
+        if not function.startswith(("extern_kernels.", "torch.ops.", "aten.")):
+            return 0
+        node = self._take(function)
+        return 0 if node is None else self._workspace.get(node.name, 0)
+
+
+def _call_body(source: str) -> list[ast.stmt]:
+    """Statements of the wrapper's ``call``; the last definition of that name is the one that runs."""
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name == "call"]
+    if not found:
+        raise UnreadableWrapper("no function named call")
+    return found[-1].body
+
+
+def _flatten(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    for statement in body:
+        if isinstance(statement, ast.With):
+            yield from _flatten(statement.body)
+        elif isinstance(statement, (ast.If, ast.For, ast.While, ast.Try)):
+            raise UnreadableWrapper(type(statement).__name__)
+        else:
+            yield statement
+
+
+def _target_name(function: str) -> str:
+    parts = function.removeprefix("torch.ops.").split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def _by_target(graph: fx.GraphModule) -> dict[str, list[fx.Node]]:
+    found: dict[str, list[fx.Node]] = {}
+    for node in graph.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            found.setdefault(node.target._schema.name.split("::")[1], []).append(node)
+    return found
+

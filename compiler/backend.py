@@ -1,0 +1,42 @@
+"""The backend that torch.compile finds under the name "dyngran"."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from torch import fx
+
+from dyngran.compiler import registry
+from dyngran.compiler.options import parse_options
+from dyngran.compiler.planned_graph import PlannedGraph
+from dyngran.passes.errors import DyngranError
+
+log = logging.getLogger("dyngran")
+
+
+def dyngran(
+    module: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, object] | None = None
+) -> Callable[..., Any]:
+    """Compile one graph of Dynamo's under a memory budget.
+
+    Errors of dyngran's own are raised by the first call of what is returned, not here: Dynamo would wrap them in classes of its own, or
+    swallow them under ``suppress_errors``.
+    """
+    try:
+        graph = PlannedGraph(module, example_inputs, parse_options(options, mode=mode))
+        graph.compile(example_inputs)
+    except DyngranError as error:
+        return _refuse(error)
+    registry.remember(graph)
+    return graph
+
+
+def _refuse(error: DyngranError) -> Callable[..., Any]:
+    log.error("%s", error)
+
+    def refuse(*_: Any) -> NoReturn:
+        raise error
+
+    return refuse

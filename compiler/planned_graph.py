@@ -1,0 +1,209 @@
+"""One graph of the user's step: captured, planned, rewritten, compiled, observed; compiled again where what the step holds has changed."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from dyngran.compiler import torch_private
+from dyngran.compiler.accounting import WrapperAccount, wrapper_peak
+from dyngran.compiler.chain import StepChain
+from dyngran.compiler.options import Codegen, Options
+from dyngran.compiler.partition import partition
+from dyngran.compiler.static_memory import StaticMemory, input_kinds, measure_static, resolve_budget
+from dyngran.compiler.store import options_key
+from dyngran.compiler.strategy import Strategy
+from dyngran.passes.errors import BudgetTooSmall, DyngranError, format_bytes
+from dyngran.passes.plan import Plan
+from dyngran.passes.problem import Kind
+from dyngran.runtime.observe import StepObserver
+
+log = logging.getLogger("dyngran")
+
+MAX_COMPILES = 4  # plan, generate code, account for it; tighten and try again at most this often
+WATCHED_CALLS = 6  # calls in which what is held is measured again: optimizer state and gradients appear during the first steps
+DRIFT_BYTES = 2**20  # smaller changes of what is held are the allocator's rounding
+
+
+class PlannedGraph:
+    """The callable that Dynamo gets for one graph.
+
+    Attributes:
+        plan: the plan in force, None for graphs without backward and before compilation.
+        strategy: problem, planner and simulator behind it.
+        notes: sentences for `explain`. observer: what was measured while it ran.
+    """
+
+    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> None:
+        self.options = options
+        self.chain = StepChain.join(self, continues=torch_private.ends_in_graph_break(module))
+        self.notes: list[str] = []
+        self.plan: Plan | None = None
+        self.strategy: Strategy | None = None
+        self.static: StaticMemory | None = None
+        self.device = torch.device("cpu")
+        self.budget_bytes: int | None = None
+        self.observer = StepObserver()
+        self._module = torch_private.keep_copy(module)
+        self._fake_inputs = torch_private.fake_inputs(module)
+        self._kinds = input_kinds(inputs)
+        self._leaves = tuple(weakref.ref(t) for t in inputs if isinstance(t, torch.nn.Parameter))
+        self._probe = next((i for i, t in enumerate(inputs) if isinstance(t, torch.nn.Parameter) and t.requires_grad), None)
+        self._rungs: dict[bool, Callable[..., Any]] = {}
+        self._compiled: dict[frozenset[int] | None, Callable[..., Any]] = {}
+        self._num_calls = 0
+        self._held_bytes = 0
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters this graph was called with that are still alive."""
+        return [leaf for ref in self._leaves if (leaf := ref()) is not None]
+
+    def compile(self, inputs: Sequence[Any]) -> None:
+        """First compilation, inside Dynamo. Raises what the plan refuses with."""
+        self._rungs[self._is_accumulating(inputs)] = self._build(inputs, inputs)
+
+    def __call__(self, *args: Any) -> Any:
+        if self._num_calls < WATCHED_CALLS:
+            self._num_calls += 1
+            self._look(args)
+        run = self._rungs.get(self._is_accumulating(args))
+        if run is None:
+            run = self._rebuild(args)
+        return run(*args)
+
+    def _is_accumulating(self, args: Sequence[Any]) -> bool:
+        return self._probe is not None and args[self._probe].grad is not None
+
+    def _look(self, args: Sequence[Any]) -> None:
+        """Compare what is held now with what the plan assumed, and what was measured with the budget; drop rungs that no longer hold."""
+        if self.plan is None or self.budget_bytes is None or not self.options.guard:
+            return
+        held = measure_static(args, self.device).total_bytes + self.chain.bytes_before(self)
+        overshoot = self.observer.overshoot_bytes(self.budget_bytes)
+        if held <= self._held_bytes + DRIFT_BYTES and overshoot <= 0:
+            return
+        reason = f"what the step holds grew to {format_bytes(held)} from {format_bytes(self._held_bytes)}"
+        if overshoot > 0 and self.strategy is not None:
+            reason = f"the step peaked {format_bytes(overshoot)} above the budget"
+            self.strategy.margin_bytes += overshoot
+            self.observer.forget()
+        log.info("planning again: %s", reason)
+        self.notes.append(f"planned again: {reason}")
+        self._rungs.clear()
+
+    def _rebuild(self, args: Sequence[Any]) -> Callable[..., Any]:
+        with torch_private.tracing_again(self._fake_inputs), _kept_random_state(self.device):
+            run = self._build(self._fake_inputs, args)
+        self._rungs[self._is_accumulating(args)] = run
+        return run
+
+    def _build(self, inputs: Sequence[Any], held: Sequence[Any]) -> Callable[..., Any]:
+        """Plan, partition and generate code. ``inputs`` are what AOTAutograd traces with, ``held`` the real tensors of this call."""
+        refusal: list[DyngranError] = []
+        cut = self._partitioner(held, refusal)
+        for _ in range(MAX_COMPILES):
+            account = WrapperAccount()
+            run = None
+            try:
+                run = self._generate(torch_private.keep_copy(self._module), inputs, cut, account)
+            finally:
+                if run is None and refusal:  # code generators wrap what a partitioner raises: the refusal itself goes on
+                    raise refusal[0]
+            if self._fits(account):
+                return run
+        raise self._too_small()
+
+    def _generate(self, module: fx.GraphModule, inputs: Sequence[Any], cut: torch_private.Partitioner, account: WrapperAccount) -> Callable[..., Any]:
+        around = self.observer.around
+        if self.options.codegen is Codegen.EAGER:
+            return torch_private.compile_eager(module, inputs, partition=cut, around=around)
+        options = {**torch_private.mode_options(self.options.mode or "default"), **self.options.inductor}
+        return torch_private.compile_inductor(
+            module, inputs, options=options, partition=cut, uuid=options_key(self.options), around=around, on_code=account.add
+        )
+
+    def _partitioner(self, held: Sequence[Any], refusal: list[DyngranError]) -> torch_private.Partitioner:
+        """The partition function of one compilation; a refusal is kept because code generators hide the classes of errors."""
+
+        def cut(
+            joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, static_lifetime_input_indices: Any = None, **_: Any
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            fused = self.options.codegen is Codegen.INDUCTOR
+            if torch_private.is_nested_joint(joint):
+                return torch_private.stock_partition(
+                    joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static_lifetime_input_indices, fused=fused
+                )
+            try:
+                return self._plan_and_cut(joint, num_fwd_outputs, tuple(static_lifetime_input_indices or ()), held)
+            except DyngranError as error:
+                refusal.append(error)
+                raise
+
+        return cut
+
+    def _plan_and_cut(
+        self, joint: fx.GraphModule, num_fwd_outputs: int, static_indices: tuple[int, ...], held: Sequence[Any]
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        strategy = Strategy.of(joint, num_fwd_outputs, static_indices, self._kinds, held, self.options, earlier=self.strategy)
+        self.strategy, self.device = strategy, strategy.captured.device
+        self.budget_bytes = resolve_budget(self.options.budget, self.device)
+        self.static = measure_static(held, self.device)
+        self._held_bytes = self.static.total_bytes + self.chain.bytes_before(self)
+        reserve = self.chain.bytes_after(self, held) if self.budget_bytes is not None else 0
+        self.plan = strategy.solve(self.budget_bytes, held_bytes=self._held_bytes + reserve, tight=self.chain.continues(self))
+        self.notes[:] = [*self.notes, *strategy.notes_of(self.plan)]
+        self.observer.expect(self.device, static_bytes=self._held_bytes, peak_bytes=self.plan.peak_bytes)
+        log.info(
+            "planned %d ops: predicted peak %s%s, %d values saved, %d ops recomputed",
+            len(strategy.problem.ops),
+            format_bytes(self.plan.peak_bytes),
+            "" if self.budget_bytes is None else f" of {format_bytes(self.budget_bytes)}",
+            len(self.plan.saved),
+            self.plan.num_recomputed,
+        )
+        return partition(strategy.captured, self.plan.saved)
+
+    def _fits(self, account: WrapperAccount) -> bool:
+        """Account for the generated code: the plan's prediction becomes what that code allocates."""
+        if self.plan is None or self.strategy is None:
+            return True
+        transient_bytes = wrapper_peak(account, self.strategy.captured, self.plan)
+        if transient_bytes is None:
+            return True
+        self.plan = self.strategy.account(self.plan, transient_bytes)
+        self.observer.expect(self.device, static_bytes=self._held_bytes, peak_bytes=self.plan.peak_bytes)
+        return self.budget_bytes is None or self.plan.peak_bytes <= self.budget_bytes
+
+    def _too_small(self) -> BudgetTooSmall:
+        assert self.plan is not None and self.budget_bytes is not None and self.strategy is not None
+        return BudgetTooSmall(
+            budget_bytes=self.budget_bytes,
+            least_peak_bytes=self.plan.peak_bytes,
+            pinned=self.strategy.pinned_at_peak(self.plan),
+            hint="This is what the generated code of the tightest plan tried needs.",
+        )
+
+    def static_of(self, kinds: tuple[Kind, ...]) -> int:
+        """Static bytes of these kinds when the plan was made."""
+        return 0 if self.static is None else sum(self.static.bytes_by_kind.get(kind, 0) for kind in kinds)
+
+
+class _kept_random_state:
+    """Planning again between steps must not move the user's random stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)

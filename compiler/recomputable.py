@@ -1,0 +1,40 @@
+"""Which ops must not run twice, and why."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from dyngran.compiler import torch_private
+
+OWN_NAMESPACES = frozenset({"aten", "prims", "prim", "inductor", "quantized_decomposed", "torchvision", "dyngran"})
+REPEATABLE_HIGHER_ORDER = frozenset({"flex_attention", "triton_kernel_wrapper_functional"})
+NEVER_TWICE = frozenset({"inductor::seeds", "prims::inductor_seeds", "prims::inductor_seed", "aten::_local_scalar_dense"})
+
+
+def pin_reason(node: fx.Node) -> str:
+    """Why this op must not be run again in backward; '' if it may."""
+    target = node.target
+    tag = node.meta.get("recompute")
+    if tag in torch_private.USER_SAVES:
+        return "torch.utils.checkpoint policy or torch says it must be saved"
+    if torch_private.is_effect(node):
+        return "has an effect outside the graph"
+    if isinstance(target, torch_private.HIGHER_ORDER_TYPE):
+        if target.name() in REPEATABLE_HIGHER_ORDER or tag in torch_private.USER_RECOMPUTES:
+            return ""
+        return f"higher-order operator {target.name()}"
+    if not isinstance(target, torch._ops.OpOverload):
+        return "" if getattr(target, "__module__", "") in ("_operator", "math", "torch") else "not a torch operator"
+    if target._schema.is_mutable:
+        return "mutates its argument"
+    name = target._schema.name
+    if name in NEVER_TWICE:
+        return "must run once"
+    if torch.Tag.dynamic_output_shape in target.tags or torch.Tag.data_dependent_output in target.tags:
+        return "its size depends on the data"
+    if target.namespace not in OWN_NAMESPACES and tag not in torch_private.USER_RECOMPUTES:
+        return f"custom operator of {target.namespace}: it may have effects (checkpoint it yourself if it may run twice)"
+    if torch_private.is_random(node) and any(isinstance(arg, torch.Generator) for arg in (*node.args, *node.kwargs.values())):
+        return "draws from a generator of the user's"
+    return ""

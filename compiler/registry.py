@@ -1,0 +1,57 @@
+"""Which planned graphs belong to which model: a backend is given no model, so they are found by the identity of parameters."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dyngran.compiler.planned_graph import PlannedGraph
+from dyngran.passes.errors import DyngranError
+
+_lock = threading.Lock()
+_graphs: list[weakref.ref[PlannedGraph]] = []
+
+
+class NothingCompiled(DyngranError):
+    """No graph of this model has been compiled by dyngran yet."""
+
+
+def remember(graph: PlannedGraph) -> None:
+    with _lock:
+        _graphs[:] = [ref for ref in _graphs if ref() is not None]
+        _graphs.append(weakref.ref(graph))
+
+
+def graphs_of(handle: torch.nn.Module | Callable[..., Any] | None) -> list[PlannedGraph]:
+    """The planned graphs of a module, a compiled module or function; of the last compilation if ``handle`` is None.
+
+    Only graphs with backward are planned. Later compilations of the same frame come last. Raises NothingCompiled if there is none.
+    """
+    with _lock:
+        alive = [graph for ref in _graphs if (graph := ref()) is not None and graph.plan is not None]
+    if handle is None:
+        found = [graph for graph in alive if graph.chain is alive[-1].chain] if alive else []
+    else:
+        module = _module_of(handle)
+        wanted = {id(parameter) for parameter in module.parameters()} if module is not None else None
+        if wanted is None:
+            found = [graph for graph in alive if graph.chain is alive[-1].chain] if alive else []
+        else:
+            found = [graph for graph in alive if any(id(parameter) in wanted for parameter in graph.parameters())]
+    if not found:
+        raise NothingCompiled(
+            "dyngran has not planned a graph of this model yet: call it once with gradients enabled, and check that it needs gradients."
+        )
+    return found
+
+
+def _module_of(handle: Any) -> torch.nn.Module | None:
+    if isinstance(handle, torch.nn.Module):
+        return handle
+    original = getattr(handle, "_torchdynamo_orig_callable", None)
+    owner = getattr(original, "__self__", None)
+    return owner if isinstance(owner, torch.nn.Module) else None

@@ -1,0 +1,98 @@
+"""What the caller holds over the whole step: parameters, buffers, inputs, gradients, optimizer state and everything else allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dyngran.compiler.budget import Budget
+from dyngran.compiler.storages import CUDA_BLOCK_BYTES
+from dyngran.passes.problem import Kind
+from dyngran.runtime.memory import device_memory
+from dyngran.runtime.optimizer_state import find_optimizers, predicted_state_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticMemory:
+    """Static bytes by kind at one moment, and where the optimizer's share comes from."""
+
+    bytes_by_kind: dict[Kind, int]
+    optimizer_source: str
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.bytes_by_kind.values())
+
+
+def input_kinds(inputs: Sequence[Any]) -> tuple[Kind, ...]:
+    """Parameter, buffer or input, by what the graph was called with: module tensors that need no gradient count as buffers."""
+    return tuple(
+        Kind.PARAMETER if isinstance(value, torch.nn.Parameter) else Kind.BUFFER if isinstance(value, torch.nn.Buffer) else Kind.INPUT
+        for value in inputs
+    )
+
+
+def resolve_budget(budget: Budget | None, device: torch.device) -> int | None:
+    """The budget in bytes on this device; None sets no limit. Raises InvalidBudget if "auto" leaves nothing."""
+    if budget is None:
+        return None
+    memory = device_memory(device)
+    held = memory.reserved_bytes or 0
+    return budget.resolve(device_total_bytes=memory.total_bytes, device_free_bytes=memory.free_bytes, held_by_us_bytes=held)
+
+
+def profiling_limit(budget: Budget | None, static: StaticMemory, device: torch.device) -> int | None:
+    """Bytes that profiling may allocate: half of what the budget, and the device, leave beside what is held already."""
+    limit = resolve_budget(budget, device)
+    room = device_memory(device).free_bytes if limit is None else limit - static.total_bytes
+    return max(0, room // 2)
+
+
+def measure_static(inputs: Sequence[Any], device: torch.device) -> StaticMemory:
+    """What is held on ``device`` now, with the optimizer state that the first optimizer step will add.
+
+    On CUDA everything the allocator handed out counts (`Kind.OTHER` is what none of the known tensors explains); on CPU, where no
+    counter exists, the graph's inputs, their gradients and the state of optimizers that own its parameters.
+    """
+    seen: set[int] = set()
+    totals: dict[Kind, int] = {}
+    for value, kind in zip(inputs, input_kinds(inputs), strict=True):
+        if isinstance(value, torch.Tensor):
+            _count(totals, seen, value, kind, device)
+    leaves = [value for value in inputs if isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad]
+    for leaf in leaves:
+        if leaf.grad is not None:
+            _count(totals, seen, leaf.grad, Kind.GRADIENT, device)
+    present, future, source = _optimizer_bytes(leaves)
+    allocated = device_memory(device).allocated_bytes
+    if allocated is None:
+        totals[Kind.OPTIMIZER] = present + future
+    else:
+        totals[Kind.OPTIMIZER] = present + future
+        totals[Kind.OTHER] = max(0, allocated - sum(totals.values()) + future)
+    return StaticMemory(bytes_by_kind={kind: size for kind, size in totals.items() if size}, optimizer_source=source)
+
+
+def _count(totals: dict[Kind, int], seen: set[int], tensor: torch.Tensor, kind: Kind, device: torch.device) -> None:
+    if tensor.device.type != device.type or tensor.layout is not torch.strided:
+        return
+    storage = tensor.untyped_storage()
+    if storage._cdata in seen:
+        return
+    seen.add(storage._cdata)
+    size = storage.nbytes()
+    totals[kind] = totals.get(kind, 0) + (size if device.type == "cpu" else -(-size // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES)
+
+
+def _optimizer_bytes(parameters: Iterable[torch.Tensor]) -> tuple[int, int, str]:
+    present = future = 0
+    sources = []
+    for optimizer in find_optimizers(parameters):
+        prediction = predicted_state_bytes(optimizer)
+        present += prediction.present_bytes
+        future += prediction.future_bytes
+        sources.append(f"{type(optimizer).__name__}: {prediction.source}")
+    return present, future, "; ".join(sources) or "no optimizer found: its state is not counted until it exists"

@@ -1,0 +1,184 @@
+"""What is known about one graph, and the choice of a plan for it: problem, planner, corrections from generated code and measurement."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from dyngran.compiler import torch_private
+from dyngran.compiler.capture import Captured, JointGraph, capture, prepare
+from dyngran.compiler.options import Codegen, Options
+from dyngran.compiler.planfile import load_plan
+from dyngran.compiler.pricing import device_spec, price_nodes
+from dyngran.compiler.static_memory import measure_static, profiling_limit
+from dyngran.compiler.storages import planned_device
+from dyngran.compiler.store import recall_saved, remember_plan
+from dyngran.passes.decide import decide
+from dyngran.passes.errors import BudgetTooSmall, PlanMismatch, format_bytes
+from dyngran.passes.fingerprint import fingerprint
+from dyngran.passes.plan import Plan
+from dyngran.passes.problem import Kind, Problem
+from dyngran.passes.simulate import Outcome, Simulator
+from dyngran.passes.solvers.portfolio import Planner
+
+log = logging.getLogger("dyngran.plan")
+
+
+class Strategy:
+    """Planning of one graph. ``captured`` changes with every compilation, the planner stays while the graph is the same.
+
+    Attributes:
+        margin_bytes: by how much measured peaks were above accounted ones.
+        correction_bytes: by how much the generated code needs more than the simulator said, for the last plan.
+    """
+
+    def __init__(self, captured: Captured, options: Options, mark: str) -> None:
+        self.captured = captured
+        self.options = options
+        self.fingerprint = mark
+        self.planner = Planner(captured.problem, progress=log.info)
+        self.margin_bytes = 0
+        self.correction_bytes = 0
+        self.free: Outcome = self.planner.add(self._stock_saved(), "stock")
+
+    @classmethod
+    def of(
+        cls,
+        joint: fx.GraphModule,
+        num_fwd_outputs: int,
+        static_indices: tuple[int, ...],
+        kinds: tuple[Kind, ...],
+        held: Sequence[Any],
+        options: Options,
+        *,
+        earlier: Strategy | None,
+    ) -> Strategy:
+        """Capture a joint graph. ``earlier`` is kept, with its planner, if the graph is still the same."""
+        prepare(joint, num_fwd_outputs)
+        device = planned_device(joint.graph)
+        spec = device_spec(device, options.device_profile)
+        fused = options.codegen is Codegen.INDUCTOR
+        static = measure_static(held, device)
+        limit = profiling_limit(options.budget, static, device)
+        captured = capture(
+            JointGraph(module=joint, num_fwd_outputs=num_fwd_outputs, static_input_indices=static_indices, input_kinds=kinds),
+            price=lambda nodes, on: price_nodes(
+                nodes, on, spec=spec, limit_bytes=limit, fused=fused, measure=options.device_profile is None, progress=log.info
+            ),
+            fused=fused,
+            static_bytes=static.bytes_by_kind,
+            bytes_per_us=spec.bytes_per_us,
+            launch_us=spec.launch_us,
+            keep_below_bytes=options.keep_below,
+        )
+        mark = fingerprint(captured.problem)
+        if earlier is not None and earlier.fingerprint == mark:
+            earlier.captured = captured
+            return earlier
+        return cls(captured, options, mark)
+
+    @property
+    def problem(self) -> Problem:
+        return self.planner.problem
+
+    @property
+    def simulator(self) -> Simulator:
+        return self.planner.simulator
+
+    def _stock_saved(self) -> frozenset[int]:
+        """What torch's partitioner for this code generator saves."""
+        if not self.problem.fused:
+            return self.simulator.default_saved
+        nodes = torch_private.stock_saved_nodes(self.captured.joint.module, self.captured.node_info, 1.0)
+        return self.captured.values_of(nodes)
+
+    def solve(self, budget_bytes: int | None, *, held_bytes: int, tight: bool) -> Plan:
+        """The fastest known plan for a budget, given what the step holds besides.
+
+        ``tight`` asks for the plan that leaves most to the graphs that follow in the same step.
+        Raises BudgetTooSmall with the least peak of the whole step; PlanMismatch if a plan file was made for another graph.
+        """
+        extra = held_bytes - self.problem.total_static_bytes + self.margin_bytes + self.correction_bytes
+        limit = None if budget_bytes is None else budget_bytes - extra
+        try:
+            plan = self._choose(limit, tight=tight)
+        except BudgetTooSmall as error:
+            raise BudgetTooSmall(
+                budget_bytes=budget_bytes or 0, least_peak_bytes=error.least_peak_bytes + extra, pinned=error.pinned, hint=error.hint
+            ) from None
+        return replace(plan, budget_bytes=budget_bytes, peak_bytes=plan.peak_bytes + extra, static_bytes=held_bytes)
+
+    def _choose(self, limit: int | None, *, tight: bool) -> Plan:
+        options = self.options
+        if options.plan is not None:
+            return self._from_file(limit)
+        if options.solver == "auto":
+            if limit is None or self.free.peak_bytes <= limit:
+                return self._plan_of(self.free, "stock")
+            if tight:
+                return self._tightest(limit)
+            saved = recall_saved(self.fingerprint, self.problem, limit, options)
+            if saved is not None and (outcome := self.planner.add(saved, "stored")).peak_bytes <= limit:
+                return self._plan_of(outcome, "stored plan")
+        plan = self.planner.solve(limit, solver=options.solver)
+        remember_plan(self.fingerprint, self.problem, limit, options, plan)
+        return plan
+
+    def _tightest(self, limit: int) -> Plan:
+        self.planner.solve(limit)
+        fitting = [outcome for outcome in self.planner.frontier() if outcome.peak_bytes <= limit]
+        return self._plan_of(min(fitting, key=lambda outcome: (outcome.saved_bytes, outcome.time_us)), "tightest")
+
+    def _plan_of(self, outcome: Outcome, solver: str) -> Plan:
+        return decide(self.simulator, outcome, budget_bytes=None, solver=solver, fastest_us=self.free.time_us)
+
+    def _from_file(self, limit: int | None) -> Plan:
+        assert self.options.plan is not None
+        document = load_plan(self.options.plan)
+        if document.fingerprint != self.fingerprint:
+            raise PlanMismatch(
+                f"{self.options.plan} was made for another graph (fingerprint {document.fingerprint[:12]}, this one is "
+                f"{self.fingerprint[:12]}). Make the plan again, or remove the option."
+            )
+        sizes = {value.index: value.size_bytes for value in self.problem.values}
+        for decision in document.plan.decisions:
+            if sizes.get(decision.value) != decision.size_bytes:
+                raise PlanMismatch(
+                    f"{self.options.plan}: value {decision.value} ({decision.name}) has {decision.size_bytes} bytes there and "
+                    f"{sizes.get(decision.value)} here. Make the plan again, or remove the option."
+                )
+        outcome = self.planner.add(document.plan.saved, "file")
+        if limit is not None and outcome.peak_bytes > limit:
+            raise BudgetTooSmall(
+                budget_bytes=limit, least_peak_bytes=outcome.peak_bytes, pinned=(), hint=f"The plan of {self.options.plan} needs that much."
+            )
+        return self._plan_of(outcome, f"file, {document.plan.solver}")
+
+    def account(self, plan: Plan, transient_bytes: int) -> Plan:
+        """The plan with the peak that its generated code really needs; the difference tightens the next attempt."""
+        simulated = self.planner.add(plan.saved, plan.solver).peak_bytes - self.problem.total_static_bytes
+        self.correction_bytes = transient_bytes - simulated
+        return replace(plan, peak_bytes=plan.static_bytes + transient_bytes + self.margin_bytes)
+
+    def notes_of(self, plan: Plan) -> list[str]:
+        """Sentences for `explain`."""
+        sources = Counter(op.cost_source.split(":")[0] for op in self.problem.ops)
+        notes = ["costs: " + ", ".join(f"{count} {source}" for source, count in sorted(sources.items()))]
+        if plan.budget_bytes is not None and plan.saved == self.free.saved:
+            notes.append(
+                f"already under budget: torch's own partition peaks at {format_bytes(plan.peak_bytes)}, so nothing was changed"
+            )
+        if not self.simulator.candidates:
+            notes.append("nothing crosses from forward to backward that could be recomputed: torch's own partition is used")
+        return notes
+
+    def pinned_at_peak(self, plan: Plan) -> tuple[tuple[str, int], ...]:
+        """``(label, bytes)`` of the largest values live at the plan's peak."""
+        values = self.problem.values
+        live = self.simulator.timeline(plan.saved).live_at_peak
+        return tuple((values[value].label or values[value].name, size) for value, size in live[:8])

@@ -1,0 +1,382 @@
+"""The one door to torch's private API: partitioner helpers, AOTAutograd and Inductor entries, for torch 2.11 to 2.13.
+
+Everything that moves between releases is imported here and nowhere else; `tests/test_torch_private.py` calls each on every
+supported release.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+Boxed = Callable[[list[Any]], Any]
+Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+
+HIGHER_ORDER_TYPE = torch._ops.HigherOrderOperator
+USER_SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+USER_RECOMPUTES = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def common_subexpressions(graph: fx.Graph) -> fx.Graph:
+    """The graph after common-subexpression elimination; random ops and outputs keep their copies."""
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    return fx_graph_cse(graph)
+
+
+def tag_forced_saves(joint: fx.GraphModule) -> None:
+    """Mark what torch itself never recomputes: checkpoint boundaries, collectives, effectful ops, sources of mutation."""
+    from torch._functorch import partitioners as p
+
+    if p.has_recomputable_ops(joint):
+        p.cleanup_recompute_tags(joint, is_default_partition=False)
+    p.force_save_collectives(joint)
+    p.force_save_effectful_ops(joint)
+    p.force_save_bw_mutation_src(joint)
+
+
+def classify(joint: fx.GraphModule, static_lifetime_input_indices: Sequence[int], num_fwd_outputs: int) -> Any:
+    """torch's NodeInfo: which nodes forward needs, which depend on tangents, which belong to neither."""
+    from torch._functorch.partitioners import classify_nodes
+
+    return classify_nodes(joint, list(static_lifetime_input_indices), num_fwd_outputs)
+
+
+def stock_saved_nodes(joint: fx.GraphModule, node_info: Any, memory_budget: float) -> list[fx.Node]:
+    """The values torch's min-cut partitioner would save at ``memory_budget`` (1.0: its default)."""
+    from torch._functorch.partitioners import choose_saved_values_set
+
+    for node in reversed(joint.graph.nodes):  # the partitioner's own preparation: distance of every node from backward
+        if node.op == "output":
+            node.dist_from_bw = int(1e9)
+        elif not node_info.is_required_fw(node):
+            node.dist_from_bw = 0
+        else:
+            node.dist_from_bw = min((user.dist_from_bw + 1 for user in node.users), default=int(1e9))
+    return choose_saved_values_set(joint.graph, node_info, memory_budget=memory_budget)
+
+
+def split_outputs(joint: fx.GraphModule, num_fwd_outputs: int) -> tuple[list[Any], list[Any], list[Any]]:
+    """(forward outputs, backward outputs, descriptors of the forward outputs) of a joint graph; entries may be None."""
+    from torch._functorch.partitioners import _extract_fwd_bwd_outputs
+
+    forward, backward, descriptors, _ = _extract_fwd_bwd_outputs(joint, num_fwd_outputs=num_fwd_outputs)
+    return list(forward), list(backward), list(descriptors)
+
+
+def mutated_input_descriptors(descriptors: Sequence[Any]) -> list[Any]:
+    """Descriptors of the graph inputs that an output is written back to after forward."""
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+
+    return [descriptor.mutated_input for descriptor in descriptors if isinstance(descriptor, InputMutationAOTOutput)]
+
+
+def is_sym_node(node: fx.Node) -> bool:
+    """True if the node holds a symbolic or plain scalar and no tensor."""
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def is_primal(node: fx.Node) -> bool:
+    from torch._functorch._aot_autograd.utils import _is_primal
+
+    return bool(_is_primal(node))
+
+
+def is_tangent(node: fx.Node) -> bool:
+    from torch._functorch._aot_autograd.utils import _is_tangent
+
+    return bool(_is_tangent(node))
+
+
+def is_assert_only(node: fx.Node) -> bool:
+    """A SymBool that only run-time assertions read: never worth saving."""
+    return isinstance(node.meta.get("val"), torch.SymBool) and all(user.target is torch.ops.aten._assert_scalar.default for user in node.users)
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """True for nodes that hold a script or opaque object instead of a tensor."""
+    try:
+        from torch._functorch._aot_autograd.graph_compile import is_opaque_node
+    except ImportError:  # torch 2.11 and 2.12 may keep it elsewhere; they pass such objects among the saved values
+        from torch._library.fake_class_registry import FakeScriptObject
+
+        return isinstance(node.meta.get("val"), FakeScriptObject)
+    return bool(is_opaque_node(node))
+
+
+def is_effect(node: fx.Node) -> bool:
+    from torch._functorch._aot_autograd.utils import is_with_effects
+
+    return bool(is_with_effects(node))
+
+
+def must_be_in_backward(node: fx.Node) -> bool:
+    from torch._functorch.partitioners import _must_be_in_backward
+
+    return bool(_must_be_in_backward(node))
+
+
+def extract_forward_and_backward(
+    joint: fx.GraphModule,
+    saved: list[fx.Node],
+    saved_symbols: list[fx.Node],
+    saved_opaque: list[fx.Node],
+    *,
+    num_fwd_outputs: int,
+    static_lifetime_nodes: Any,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Copy the joint graph twice: forward returns ``saved`` beside its outputs, backward starts from them. Prunes what backward never reads."""
+    import inspect
+
+    from torch._functorch.partitioners import _extract_fwd_bwd_modules
+
+    extra: dict[str, Any] = {}
+    if "saved_opaque_nodes" in inspect.signature(_extract_fwd_bwd_modules).parameters:
+        extra["saved_opaque_nodes"] = saved_opaque
+    else:
+        saved = saved + saved_opaque
+    return _extract_fwd_bwd_modules(
+        joint,
+        saved,
+        saved_sym_nodes=saved_symbols,
+        num_fwd_outputs=num_fwd_outputs,
+        static_lifetime_input_nodes=static_lifetime_nodes,
+        **extra,
+    )
+
+
+def replay_random_state(
+    joint: fx.GraphModule, forward: fx.GraphModule, backward: fx.GraphModule, random_nodes: Sequence[fx.Node], num_symbols: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Make each recomputed random op draw the numbers it drew in forward: forward returns the generator's state before it, backward restores it."""
+    from torch._functorch.partitioners import functionalize_rng_ops
+
+    before = {node: node.meta.get("recompute") for node in random_nodes}
+    for node in joint.graph.nodes:  # functionalize_rng_ops reads this tag: exactly these nodes are to be replayed
+        if "recompute" in node.meta and node not in before and node.meta["recompute"] in USER_RECOMPUTES and is_random(node):
+            before[node] = node.meta["recompute"]
+            node.meta["recompute"] = None
+    for node in random_nodes:
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    try:
+        with functorch_config(graphsafe_rng_functionalization=False):  # the graph-safe form changes the random stream of forward
+            return functionalize_rng_ops(joint, forward, backward, num_symbols)
+    finally:
+        for node, tag in before.items():
+            if tag is None:
+                node.meta.pop("recompute", None)
+            else:
+                node.meta["recompute"] = tag
+
+
+def is_random(node: fx.Node) -> bool:
+    """True if the op draws from a generator of torch."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def raise_getitems(module: fx.GraphModule) -> fx.GraphModule:
+    """Move every getitem next to its producer, so that a tuple does not keep its unused members alive."""
+    from torch._functorch.compile_utils import raise_getitems as raise_
+
+    return raise_(module)
+
+
+def size_hint(amount: Any) -> int:
+    """The size of an int or symbolic int that the trace saw; raises UnknownSize for data-dependent sizes."""
+    from dyngran.passes.errors import UnknownSize
+
+    if isinstance(amount, int):
+        return amount
+    node = amount.node
+    if node.has_hint():
+        return int(node.hint)
+    raise UnknownSize(f"size {amount} depends on the data: dyngran cannot plan its bytes")
+
+
+def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """The graph as a function of one list that it empties, so that inputs die as they are consumed."""
+    from torch.fx.graph import _BoxedCodeGen
+
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+    forward = module.forward
+
+    def run(args: list[Any]) -> Any:
+        return forward(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd asks for this attribute
+    return run
+
+
+def compile_eager(
+    module: fx.GraphModule, inputs: Sequence[Any], *, partition: Partitioner, around: Callable[[Boxed, bool], Boxed]
+) -> Callable[..., Any]:
+    """AOTAutograd without decompositions; both graphs run op by op as FX orders them.
+
+    ``around(run, is_backward)`` may wrap the boxed callable that runs a graph; inference graphs are not wrapped.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+
+    def finish(is_backward: bool) -> Compiler:
+        return lambda gm, _inputs: around(boxed(gm), is_backward)
+
+    compiled = aot_autograd(
+        fw_compiler=finish(False), bw_compiler=finish(True), inference_compiler=lambda gm, _inputs: boxed(gm), partition_fn=partition
+    )(module, inputs)
+    return compiled  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedCode:
+    """What Inductor made of one graph: the Python wrapper that allocates, launches and frees, and the graph it came from."""
+
+    source: str
+    graph: fx.GraphModule
+    is_backward: bool
+
+
+def compile_inductor(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    options: dict[str, Any],
+    partition: Partitioner,
+    uuid: str,
+    around: Callable[[Boxed, bool], Boxed],
+    on_code: Callable[[GeneratedCode], None],
+) -> Callable[..., Any]:
+    """Inductor, with our partition in its own door.
+
+    ``on_code`` sees the generated wrapper of each graph; ``around(run, is_backward)`` may wrap the boxed callable that runs it.
+    """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        is_backward = bool(kwargs.get("is_backward", False))
+        compiled = compile_fx_inner(gm, example_inputs, **kwargs)
+        if getattr(compiled, "source_code", None):
+            on_code(GeneratedCode(source=compiled.source_code, graph=gm, is_backward=is_backward))
+        if not kwargs.get("is_inference", False) and getattr(compiled, "current_callable", None) is not None:
+            compiled.current_callable = around(compiled.current_callable, is_backward)
+        return compiled
+
+    patches = {**options, "custom_partitioner_fn": _partitioner_class()(partition, uuid)}
+    # AOTAutograd's cache is looked up before the joint graph exists and would skip the partitioner: off for our graphs.
+    # Inductor's own cache of generated code stays on; it is keyed by the two graphs and by the partitioner's uuid.
+    with functorch_config(enable_autograd_cache=False):
+        return compile_fx(module, list(inputs), inner_compile=inner, config_patches=patches)  # type: ignore[no-any-return]
+
+
+def stock_partition(
+    joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, static_lifetime_input_indices: Sequence[int] | None, fused: bool
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """torch's own partition: min-cut for Inductor, everything that backward reads for eager code."""
+    from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+
+    cut = min_cut_rematerialization_partition if fused else default_partition
+    indices = list(static_lifetime_input_indices or ())
+    return cut(joint, inputs, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=indices)
+
+
+def is_nested_joint(joint: fx.GraphModule) -> bool:
+    """True for the joint graph of a higher-order operator's body, which AOTAutograd sends through the same partitioner."""
+    return not any("desc" in node.meta for node in joint.graph.nodes if node.op in ("placeholder", "output"))
+
+
+def fake_inputs(module: fx.GraphModule) -> list[Any]:
+    """Dynamo's fake tensors for the inputs of one of its graphs, in order."""
+    return [node.meta.get("example_value", node.meta.get("val")) for node in module.graph.nodes if node.op == "placeholder"]
+
+
+def keep_copy(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of one of Dynamo's graphs that code generators may rewrite; it shares tensors and keeps what Dynamo notes on it."""
+    graph = fx.Graph()
+    moved: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        moved[node] = graph.node_copy(node, moved.__getitem__)
+        moved[node].meta = dict(node.meta)
+        if hasattr(node, "_dynamo_source"):
+            moved[node]._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]  # Dynamo keeps it there
+    copy = fx.GraphModule(module, graph)
+    copy.meta = dict(module.meta)
+    for name in ("_param_name_to_source", "_source_to_user_stacks", "compile_subgraph_reason", "device_mesh"):
+        if hasattr(module, name):
+            setattr(copy, name, getattr(module, name))
+    return copy
+
+
+@contextlib.contextmanager
+def tracing_again(inputs: Sequence[Any]) -> Iterator[None]:
+    """The context in which AOTAutograd can compile a kept Dynamo graph once more, outside of Dynamo."""
+    from torch._guards import TracingContext, detect_fake_mode, tracing
+
+    mode = detect_fake_mode(list(inputs))
+    with tracing(TracingContext(mode)):
+        yield
+
+
+_PARTITIONER_CLASS: type[Any] | None = None
+
+
+def _partitioner_class() -> type[Any]:
+    global _PARTITIONER_CLASS
+    if _PARTITIONER_CLASS is None:
+        from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+        class DyngranPartitioner(CustomPartitionerFn):  # type: ignore[misc]  # torch ships no types for it
+            """Inductor's door for a partitioner; the uuid makes its caches tell our plans apart."""
+
+            def __init__(self, partition: Partitioner, uuid: str) -> None:
+                self._partition = partition
+                self._uuid = uuid
+
+            def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+                kwargs.pop("compiler", None)
+                return self._partition(gm, joint_inputs, **kwargs)
+
+            def uuid(self) -> str:
+                return self._uuid
+
+        _PARTITIONER_CLASS = DyngranPartitioner
+    return _PARTITIONER_CLASS
+
+
+@contextlib.contextmanager
+def functorch_config(**changes: Any) -> Iterator[None]:
+    """Thread-local override of AOTAutograd's configuration."""
+    from torch._functorch import config
+
+    with config.patch(**changes):
+        yield
+
+
+def inductor_option_names() -> tuple[str, ...]:
+    """Every option that Inductor's configuration knows."""
+    from torch._inductor import config
+
+    return tuple(config.get_config_copy())
+
+
+def mode_options(mode: str) -> dict[str, Any]:
+    """The Inductor options that a mode of torch.compile stands for."""
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options().get(mode, {}))
+
+
+def ends_in_graph_break(module: fx.GraphModule) -> bool:
+    """True if Dynamo left the user's function in the middle: more graphs of the same step follow."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    return bool(reason is not None and reason.graph_break)
+
+
+def is_getitem(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is operator.getitem

@@ -1,0 +1,23 @@
+"""The errors that dyngran raises on purpose, under the names that users catch."""
+
+from dyngran.passes.errors import (
+    BudgetTooSmall,
+    DyngranError,
+    GraphBroken,
+    InvalidBudget,
+    InvalidOption,
+    PlanFileError,
+    PlanMismatch,
+    UnknownSize,
+)
+
+__all__ = [
+    "BudgetTooSmall",
+    "DyngranError",
+    "GraphBroken",
+    "InvalidBudget",
+    "InvalidOption",
+    "PlanFileError",
+    "PlanMismatch",
+    "UnknownSize",
+]

@@ -1,0 +1,1 @@
+"""Triton kernels, each with formula, reference and launcher; imports nothing else of dyngran."""

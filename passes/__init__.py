@@ -1,0 +1,1 @@
+"""Decisions and pure graph transforms: problem, plan, lifetimes, costs, simulator, solvers, rewriters."""

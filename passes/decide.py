@@ -1,0 +1,108 @@
+"""From a simulated saved set to a plan: one action and one reason for every value that backward needs."""
+
+from __future__ import annotations
+
+from dyngran.passes.errors import format_bytes
+from dyngran.passes.plan import Action, Decision, Plan
+from dyngran.passes.problem import Problem, Side
+from dyngran.passes.simulate import Outcome, Simulator
+
+
+def decide(
+    simulator: Simulator,
+    outcome: Outcome,
+    *,
+    budget_bytes: int | None,
+    solver: str,
+    fastest_us: float,
+    truncated: bool = False,
+) -> Plan:
+    """The plan of an outcome. ``fastest_us`` is the time of the fastest plan known, from which overhead is counted."""
+    problem = simulator.problem
+    return Plan(
+        budget_bytes=budget_bytes,
+        saved=outcome.saved,
+        decisions=_decisions(simulator, outcome),
+        peak_bytes=outcome.peak_bytes,
+        static_bytes=problem.total_static_bytes,
+        saved_bytes=outcome.saved_bytes,
+        time_us=outcome.time_us,
+        overhead_us=max(0.0, outcome.time_us - fastest_us),
+        recompute_us=outcome.recompute_us,
+        num_recomputed=outcome.num_recomputed,
+        solver=solver,
+        truncated=truncated,
+    )
+
+
+def recompute_cost_us(problem: Problem, value: int, saved: frozenset[int]) -> float:
+    """Cost (us, ops priced one by one) of producing ``value`` again from the other saved values and the inputs."""
+    cost = 0.0
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        current = stack.pop()
+        producer = problem.values[current].producer
+        if producer is None or producer in seen or (current != value and current in saved):
+            continue
+        seen.add(producer)
+        cost += problem.ops[producer].cost_us
+        stack.extend(problem.ops[producer].reads)
+    return cost
+
+
+def _decisions(simulator: Simulator, outcome: Outcome) -> tuple[Decision, ...]:
+    problem = simulator.problem
+    forward, backward = simulator.schedule(outcome.saved)
+    ran = set(forward)
+    decisions = [_keep(problem, value, outcome.saved) for value in outcome.saved]
+    candidates = set(simulator.candidates)
+    for index in backward:
+        op = problem.ops[index]
+        if op.side is Side.BACKWARD:
+            continue
+        decisions.extend(_recompute(problem, v, again=index in ran) for v in op.writes if v in candidates and v not in outcome.saved)
+    return tuple(sorted(decisions, key=lambda decision: decision.value))
+
+
+def _keep(problem: Problem, index: int, saved: frozenset[int]) -> Decision:
+    value = problem.values[index]
+    producer = value.producer
+    pinned = problem.ops[producer].pinned if producer is not None else "it is an input"
+    cost_us = 0.0 if pinned else recompute_cost_us(problem, index, saved)
+    if pinned:
+        reason = f"cannot run twice: {pinned}"
+    elif index in problem.forward_outputs:
+        reason = "the caller holds it anyway"
+    elif value.size_bytes <= problem.keep_below_bytes:
+        reason = "small: breaks chains of recompute"
+    else:
+        reason = f"recomputing it costs {cost_us:.4g} us for {format_bytes(value.size_bytes)}"
+    return Decision(
+        value=index,
+        name=value.name,
+        action=Action.KEEP,
+        reason=reason,
+        size_bytes=value.size_bytes,
+        recompute_us=cost_us,
+        label=value.label,
+    )
+
+
+def _recompute(problem: Problem, index: int, *, again: bool) -> Decision:
+    value = problem.values[index]
+    assert value.producer is not None
+    op = problem.ops[value.producer]
+    if again:
+        reason = f"{op.cost_us:.4g} us to make again, frees {format_bytes(value.size_bytes)} until backward reads it"
+    else:
+        reason = "only backward needs it: made just before its first reader"
+    return Decision(
+        value=index,
+        name=value.name,
+        action=Action.RECOMPUTE,
+        reason=reason,
+        size_bytes=value.size_bytes,
+        recompute_us=op.cost_us,
+        label=value.label,
+    )

@@ -1,0 +1,70 @@
+"""Every error that dyngran raises on purpose: one sentence that says what, how much and what to do."""
+
+from __future__ import annotations
+
+
+class DyngranError(Exception):
+    """Base class of dyngran's own errors."""
+
+
+class InvalidOption(DyngranError, ValueError):
+    """An option or its value is not one that dyngran knows."""
+
+
+class InvalidBudget(InvalidOption):
+    """The budget cannot be read as an amount of memory."""
+
+
+class UnknownSize(DyngranError):
+    """A value of the graph has no size that could be counted."""
+
+
+class GraphBroken(DyngranError):
+    """A pass left a graph that does not compute what it must: a fault of dyngran, not of the user."""
+
+
+class PlanMismatch(DyngranError):
+    """A plan was made for another graph than the one it is applied to."""
+
+
+class PlanFileError(DyngranError, ValueError):
+    """A plan file cannot be read: not JSON, another schema, or a field that is missing or wrong."""
+
+
+def format_bytes(num_bytes: float) -> str:
+    """A byte count for people: binary units, three significant digits (``1.25 GiB``)."""
+    sign, amount = ("-" if num_bytes < 0 else ""), abs(float(num_bytes))
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{sign}{amount:.0f} B" if unit == "B" else f"{sign}{amount:.4g} {unit}"
+        amount /= 1024
+    return f"{sign}{amount:.4g} TiB"
+
+
+class BudgetTooSmall(DyngranError):
+    """No plan that dyngran knows keeps the peak of one step within the budget.
+
+    Attributes:
+        budget_bytes: the budget that was asked for.
+        least_peak_bytes: the least peak that a known plan reaches; training at this budget works.
+        pinned: ``(name, bytes)`` of the largest values that are live at that peak, largest first.
+    """
+
+    def __init__(self, *, budget_bytes: int, least_peak_bytes: int, pinned: tuple[tuple[str, int], ...], hint: str = "") -> None:
+        self.budget_bytes = budget_bytes
+        self.least_peak_bytes = least_peak_bytes
+        self.pinned = pinned
+        self.hint = hint
+        largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in pinned[:5]) or "nothing that is planned"
+        advice = hint or "Raise the budget to the least peak or lower the batch size."
+        super().__init__(
+            f"budget {format_bytes(budget_bytes)} ({budget_bytes} bytes) is below the least reachable peak "
+            f"{format_bytes(least_peak_bytes)} ({least_peak_bytes} bytes). At that peak these cannot be freed: {largest}. {advice}"
+        )
+
+    def __reduce__(self) -> tuple[object, tuple[int, int, tuple[tuple[str, int], ...], str]]:
+        return (_budget_too_small, (self.budget_bytes, self.least_peak_bytes, self.pinned, self.hint))
+
+
+def _budget_too_small(budget_bytes: int, least_peak_bytes: int, pinned: tuple[tuple[str, int], ...], hint: str) -> BudgetTooSmall:
+    return BudgetTooSmall(budget_bytes=budget_bytes, least_peak_bytes=least_peak_bytes, pinned=pinned, hint=hint)

@@ -1,0 +1,105 @@
+"""How a fusing code generator folds a schedule of ops into kernels: which values get memory, and when their operands die.
+
+Inductor inlines a pointwise result into its readers and gives it memory only if it leaves the graph, if a reader is an external
+kernel (matmul, convolution, attention), or if another loop reads it and it takes many reads to repeat. A result that is read only
+inside the loop nest that makes it never reaches memory. Loop nests are approximated by (number of external kernels on the way,
+iteration space): ops that agree in both are fused horizontally and share reads that no other loop nest makes in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dyngran.passes.problem import Problem
+
+MAX_INLINE_READS = 4  # Inductor's realize_reads_threshold: a result of more reads with several readers is written once
+MAX_ACCUMULATED_READS = 8  # Inductor's realize_acc_reads_threshold: a result of more reads is written however few read it
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One launch: the op it is named after, the values in memory it reads and writes, and what it costs."""
+
+    op: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    cost_us: float
+    workspace_bytes: int
+    in_place: bool
+
+
+def fuse(problem: Problem, schedule: Sequence[int], held: frozenset[int], *, available: frozenset[int]) -> list[Kernel]:
+    """Fold ``schedule`` into kernels. ``held`` values leave the graph; ``available`` ones are in memory from the start."""
+    if not problem.fused:
+        ops = problem.ops
+        return [Kernel(i, ops[i].reads, ops[i].writes, ops[i].cost_us, ops[i].workspace_bytes, False) for i in schedule]
+    return _Fuser(problem, schedule, held, available).run()
+
+
+class _Fuser:
+    def __init__(self, problem: Problem, schedule: Sequence[int], held: frozenset[int], available: frozenset[int]) -> None:
+        self._problem = problem
+        self._schedule = schedule
+        self._held = held
+        self._available = available
+        self._readers: dict[int, list[int]] = {}
+        self._depth: dict[int, int] = {}
+        self._sources: dict[int, tuple[int, ...]] = {}
+        self._loaded: dict[int, tuple[int, int]] = {}
+        self._launched: set[tuple[int, int]] = set()
+
+    def run(self) -> list[Kernel]:
+        ops = self._problem.ops
+        op_depth: dict[int, int] = {}
+        for index in self._schedule:
+            depth = max((self._depth.get(read, 0) for read in ops[index].reads), default=0)
+            op_depth[index] = depth
+            for read in ops[index].reads:
+                self._readers.setdefault(read, []).append(index)
+            for write in ops[index].writes:
+                self._depth[write] = depth if ops[index].fusible else depth + 1
+        kernels = []
+        for index in self._schedule:
+            op = ops[index]
+            sources = self._operands(op.reads)
+            written = tuple(w for w in op.writes if w not in self._available and not self._inlined(index, w, sources, op_depth))
+            for write in op.writes:
+                self._sources[write] = (write,) if write in written or write in self._available else sources
+            if written or not op.fusible:
+                cost = self._loop_cost(index, sources, written, op_depth[index]) if op.fusible else op.cost_us
+                kernels.append(Kernel(index, sources, written, cost, op.workspace_bytes, op.fusible and not op.reduction))
+        return kernels
+
+    def _operands(self, reads: tuple[int, ...]) -> tuple[int, ...]:
+        if len(reads) == 1:
+            return self._sources.get(reads[0], reads)
+        return tuple(dict.fromkeys(source for read in reads for source in self._sources.get(read, (read,))))
+
+    def _inlined(self, index: int, value: int, sources: tuple[int, ...], op_depth: dict[int, int]) -> bool:
+        ops = self._problem.ops
+        if not ops[index].fusible or value in self._held:
+            return False
+        readers = self._readers.get(value, [])
+        if any(not ops[reader].fusible for reader in readers):
+            return False
+        group = (op_depth[index], ops[index].num_elements)
+        if all((op_depth[reader], ops[reader].num_elements) == group for reader in readers):
+            return True
+        if ops[index].reduction:
+            return False
+        return len(sources) <= (MAX_INLINE_READS if len(readers) > 1 else MAX_ACCUMULATED_READS)
+
+    def _loop_cost(self, index: int, sources: tuple[int, ...], written: tuple[int, ...], depth: int) -> float:
+        problem = self._problem
+        group = (depth, problem.ops[index].num_elements)
+        num_bytes = sum(problem.values[value].size_bytes for value in written)
+        for source in sources:
+            if self._loaded.get(source) != group:
+                self._loaded[source] = group
+                num_bytes += problem.values[source].size_bytes
+        for value in written:
+            self._loaded[value] = group
+        launch_us = 0.0 if group in self._launched else problem.launch_us
+        self._launched.add(group)
+        return launch_us + num_bytes / problem.bytes_per_us

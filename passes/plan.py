@@ -1,0 +1,64 @@
+"""The plan: an action and a reason for every value, with the peak and the time it is predicted to have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Action(Enum):
+    """What happens to a value between forward and backward. KEEP and RECOMPUTE are produced today; the rest is schema."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    SLICE = "slice"
+    PACK = "pack"
+    NARROW = "narrow"
+    OFFLOAD = "offload"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One value's action. ``dimension`` and ``fraction`` belong to SLICE, ``format`` to NARROW and PACK."""
+
+    value: int
+    name: str
+    action: Action
+    reason: str
+    size_bytes: int
+    recompute_us: float = 0.0
+    label: str = ""
+    dimension: int | None = None
+    fraction: float | None = None
+    format: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A complete answer to one problem and one budget.
+
+    Attributes:
+        budget_bytes: peak that was asked for; None if there was no limit.
+        saved: values that cross from forward to backward. Every other value that backward needs is recomputed.
+        peak_bytes: predicted peak of the step, static bytes included.
+        time_us: predicted device time of forward and backward; overhead_us: of which beyond the fastest known plan.
+        solver: who found it; truncated: True if a safety stop cut the search short.
+    """
+
+    budget_bytes: int | None
+    saved: frozenset[int]
+    decisions: tuple[Decision, ...]
+    peak_bytes: int
+    static_bytes: int
+    saved_bytes: int
+    time_us: float
+    overhead_us: float
+    recompute_us: float
+    num_recomputed: int
+    solver: str
+    order: str = "joint graph, recompute before first reader"
+    truncated: bool = False
+
+    @property
+    def transient_bytes(self) -> int:
+        return self.peak_bytes - self.static_bytes

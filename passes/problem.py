@@ -1,0 +1,123 @@
+"""The planning problem: names and numbers of one joint graph, without torch.
+
+A *value* is one storage (views share their base's); an *op* produces values from values. Ops stand in the joint graph's order,
+which is a topological order. Views and getitems are not ops: whoever reads a view reads its base.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Side(Enum):
+    """Where an op may run."""
+
+    FORWARD = "forward"  # a forward output needs it: it always runs in forward, and again in backward if recomputed
+    FREE = "free"  # only backward needs it, but it reads no tangent: runs in forward if saved, otherwise lazily in backward
+    BACKWARD = "backward"  # depends on a tangent
+
+
+class Kind(Enum):
+    """What a value is to the person who trains."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    INPUT = "input"
+    OPTIMIZER = "optimizer state"
+    OTHER = "other allocations"  # held by the process on the device, by nobody dyngran knows
+    TANGENT = "tangent"
+    ACTIVATION = "activation"
+    OUTPUT = "output"
+    GRADIENT = "gradient"
+    TEMPORARY = "temporary"
+
+    @property
+    def is_static(self) -> bool:
+        """Held by the caller over the whole step: counted once in the static bytes, never planned."""
+        return self in (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT, Kind.OPTIMIZER, Kind.OTHER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """One storage. ``producer`` is the index of the op that makes it, or None for graph inputs and tangents."""
+
+    index: int
+    name: str
+    size_bytes: int
+    kind: Kind
+    producer: int | None = None
+    label: str = ""  # region and source line, for people
+
+    def __post_init__(self) -> None:
+        if self.size_bytes < 0:
+            raise ValueError(f"{self.name}: size_bytes must be >= 0, got {self.size_bytes}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One op. ``reads`` and ``writes`` are value indices; ``pinned`` says why it must not run twice ('' if it may)."""
+
+    index: int
+    name: str
+    target: str
+    side: Side
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    cost_us: float
+    cost_source: str = "roofline"
+    workspace_bytes: int = 0
+    pinned: str = ""
+    user_recompute: bool = False  # a torch.utils.checkpoint region of the user's: its results are never saved
+    region: str = ""
+    fusible: bool = False  # pointwise or reduction: a fusing code generator may inline it
+    reduction: bool = False
+    num_elements: int = 0  # iteration space of the op, for fusion groups
+
+    def __post_init__(self) -> None:
+        if self.cost_us < 0 or self.workspace_bytes < 0:
+            raise ValueError(f"{self.name}: cost_us and workspace_bytes must be >= 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Everything a planner may know.
+
+    Attributes:
+        values, ops: as above; ``values[i].index == i`` and ``ops[i].index == i``.
+        forward_outputs: values the caller holds from their production to the end of backward.
+        gradients: values that backward returns; live from their production to the end of backward.
+        static_bytes: bytes held over the whole step by kind; not part of the timeline's transient.
+        fused: True if the code generator fuses (Inductor); False if every op writes its results (eager).
+        bytes_per_us: memory bandwidth; launch_us: cost of starting one kernel. Price fused pointwise work.
+        stock: value sets that torch's own partitioners save, by name; seeds for the planners.
+        keep_below_bytes: values at most this large are always kept (they break chains of recompute); 0 keeps none.
+    """
+
+    values: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    forward_outputs: frozenset[int]
+    gradients: frozenset[int]
+    static_bytes: dict[Kind, int] = field(default_factory=dict)
+    fused: bool = False
+    bytes_per_us: float = 1e4
+    launch_us: float = 1.0
+    stock: dict[str, frozenset[int]] = field(default_factory=dict)
+    keep_below_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for position, value in enumerate(self.values):
+            if value.index != position:
+                raise ValueError(f"{value.name}: index {value.index} at position {position}")
+        written: set[int] = {value.index for value in self.values if value.producer is None}
+        for position, op in enumerate(self.ops):
+            if op.index != position:
+                raise ValueError(f"{op.name}: index {op.index} at position {position}")
+            missing = [self.values[read].name for read in op.reads if read not in written]
+            if missing:
+                raise ValueError(f"{op.name} reads {missing[0]} before it is produced: ops must stand in topological order")
+            written.update(op.writes)
+
+    @property
+    def total_static_bytes(self) -> int:
+        return sum(self.static_bytes.values())

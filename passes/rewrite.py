@@ -1,0 +1,55 @@
+"""The rewriter's last step: recomputed subgraphs move to just before their first reader in backward.
+
+After extraction a backward graph starts with every recomputed op, all of whose results would then be live at once. `delay_recompute`
+brings each op that does not depend on a tangent in front of the first op that needs it, in the graph's own order, as
+`passes/simulate.py` assumes. Method: the lazy insertion that reverse-mode engines do (and `torch._functorch`'s reordering pass).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+
+from dyngran.passes.errors import GraphBroken
+
+
+def delay_recompute(module: fx.GraphModule, *, is_root: Callable[[fx.Node], bool]) -> fx.GraphModule:
+    """A module that runs the same ops; those that neither are roots nor depend on one run as late as possible.
+
+    ``is_root`` marks tangents and ops that must keep their place (mutations). Raises GraphBroken if an op got lost.
+    """
+    order = {node: position for position, node in enumerate(module.graph.nodes)}
+    fixed: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        if node.op != "placeholder" and (is_root(node) or any(operand in fixed for operand in node.all_input_nodes)):
+            fixed.add(node)
+        elif node.op == "placeholder" and is_root(node):
+            fixed.add(node)
+
+    new_graph = fx.Graph()
+    moved: dict[fx.Node, fx.Node] = {}
+
+    def place(node: fx.Node) -> None:
+        missing: set[fx.Node] = set()
+        stack = [node]
+        while stack:
+            current = stack.pop()
+            if current in moved or current in missing:
+                continue
+            missing.add(current)
+            stack.extend(current.all_input_nodes)
+        for current in sorted(missing, key=order.__getitem__):
+            moved[current] = new_graph.node_copy(current, moved.__getitem__)
+
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            moved[node] = new_graph.node_copy(node, moved.__getitem__)
+    for node in module.graph.nodes:
+        if node.op == "output" or (node in fixed and node.op != "placeholder"):
+            place(node)
+    lost = [node.name for node in module.graph.nodes if node not in moved and node.users]
+    if lost:
+        raise GraphBroken(f"pass delay-recompute lost {lost[0]} although something reads it")
+    new_graph.lint()
+    return fx.GraphModule(module, new_graph)

@@ -1,0 +1,151 @@
+"""What makes two calls of an operator cost the same: target, shapes, strides, dtypes, devices and plain arguments."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from dyngran.passes.errors import UnknownSize
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """The metadata of one tensor with concrete sizes (elements); strides of a tensor that is not strided are those of a dense one."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    is_strided: bool = True
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        """Read a tensor, fake or real; symbolic sizes become their hints. Raises `UnknownSize` if one has none."""
+        shape = tuple(hint(size) for size in tensor.shape)
+        is_strided = tensor.layout is torch.strided and not tensor.is_quantized
+        stride = tuple(hint(step) for step in tensor.stride()) if is_strided else _dense_stride(shape)
+        return cls(shape, stride, tensor.dtype, str(tensor.device), is_strided)
+
+    @property
+    def num_elements(self) -> int:
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+    @property
+    def num_stored(self) -> int:
+        """Elements from the first to the last one in memory: fewer than ``num_elements`` if a dimension is expanded."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def span_bytes(self) -> int:
+        """Bytes from the first to the last element: what an allocation of these strides needs."""
+        return self.num_stored * self.dtype.itemsize
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that a kernel touches: expanded elements are one, gaps between rows are not read."""
+        return min(self.num_elements, self.num_stored) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return (
+            f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{list(self.stride)}@{self.device}{'' if self.is_strided else '!'}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OpSignature:
+    """One operator call with concrete arguments: tensors as `TensorSpec`, everything else as it is."""
+
+    target: str
+    args: tuple[object, ...]
+    kwargs: tuple[tuple[str, object], ...]
+
+    @classmethod
+    def of(cls, target: object, args: tuple[object, ...], kwargs: dict[str, object]) -> OpSignature:
+        """Raises `UnknownSize` if a size has no hint."""
+        concrete_args = tuple(concrete(argument) for argument in args)
+        return cls(target_name(target), concrete_args, tuple((name, concrete(kwargs[name])) for name in sorted(kwargs)))
+
+    @property
+    def text(self) -> str:
+        named = ", ".join(f"{name}={_show(value)}" for name, value in self.kwargs)
+        return f"{self.target}({', '.join(map(_show, self.args))}; {named})"
+
+    @property
+    def key(self) -> str:
+        """Stable between processes: a hash of `text`."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:32]
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return tuple(tensors_of((self.args, tuple(value for _, value in self.kwargs))))
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """The value that a symbolic size was traced with. Raises `UnknownSize` for sizes that depend on data. Never adds a guard."""
+    if isinstance(size, int):
+        return size
+    value = size.node.hint
+    if not isinstance(value, int):
+        raise UnknownSize(f"size {size} depends on data: it has no value at compile time")
+    return value
+
+
+def concrete(value: object) -> object:
+    """The value with tensors as `TensorSpec` and symbolic numbers as their hints, through lists, tuples and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        return TensorSpec.of(value)
+    if isinstance(value, torch.SymInt):
+        return hint(value)
+    if isinstance(value, (torch.SymFloat, torch.SymBool)):
+        return value.node.hint
+    if isinstance(value, (list, tuple)):
+        return tuple(concrete(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((key, concrete(item)) for key, item in value.items())
+    return value
+
+
+def tensors_of(value: object) -> Iterator[TensorSpec]:
+    """Every tensor in a nest of concrete or real arguments, in order."""
+    if isinstance(value, TensorSpec):
+        yield value
+    elif isinstance(value, torch.Tensor):
+        yield TensorSpec.of(value)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_of(item)
+    elif isinstance(value, dict):
+        yield from tensors_of(tuple(value.values()))
+
+
+def target_name(target: object) -> str:
+    """``aten.mm.default`` for an overload, the qualified name for anything else; never an address in memory."""
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)):
+        return str(target)
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', type(target).__name__)}"
+
+
+def _show(value: object) -> str:
+    if isinstance(value, TensorSpec):
+        return str(value)
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_show, value)) + "]"
+    if value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)):
+        return repr(value)
+    return type(value).__name__
+
+
+def _dense_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))

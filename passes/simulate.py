@@ -1,0 +1,303 @@
+"""Exact replay of one step, forward then backward, for a set of saved values: the judge of every planner.
+
+Rules, shared with the rewriter (`passes/rewrite.py`) so that what is simulated is what runs:
+
+* forward runs every FORWARD op, and the FREE ops that a saved value needs, in the joint graph's order;
+* backward runs its ops in the joint graph's order; what an op reads and nobody saved is recomputed just before it, once, in the
+  joint graph's order, and dies after its last reader in backward;
+* a value dies after its last reader unless it crosses to backward or the caller holds it (forward outputs, gradients);
+* tangents are held by the autograd engine over the whole backward.
+
+With ``problem.fused`` the schedule is first folded into kernels as Inductor does (`passes/fuse.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+
+from dyngran.passes.fuse import Kernel, fuse
+from dyngran.passes.problem import Kind, Problem, Side
+from dyngran.passes.replay import FastReplay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one saved set costs. ``peak_bytes`` includes static bytes; ``time_us`` is forward + backward."""
+
+    saved: frozenset[int]
+    peak_bytes: int
+    time_us: float
+    recompute_us: float
+    saved_bytes: int
+    num_recomputed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """Bytes live while each kernel runs, static bytes excluded.
+
+    ``names[p]`` is the op at position p, ``live_bytes[p]`` what is live while it runs (workspace included), ``num_forward`` the
+    number of positions in forward. ``live_at_peak`` are ``(value, bytes)``, largest first; ``workspace_at_peak_bytes`` beside them.
+    """
+
+    names: tuple[str, ...]
+    live_bytes: tuple[int, ...]
+    by_kind: dict[Kind, tuple[int, ...]]
+    num_forward: int
+    peak_position: int
+    live_at_peak: tuple[tuple[int, int], ...]
+    workspace_at_peak_bytes: int
+    time_us: float
+    recompute_us: float
+
+
+@dataclass(slots=True)
+class _Replay:
+    """One schedule with the interval of every allocation: ``(value, first position, last position)``, last None if never freed."""
+
+    forward: list[Kernel]
+    backward: list[Kernel]
+    intervals: list[tuple[int, int, int | None]]
+    num_recomputed: int
+    recompute_us: float
+
+
+class Simulator:
+    """Replays a problem for many saved sets. Building it is linear in the graph; `evaluate` is what planners call thousands of times."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._sizes = [0 if value.kind.is_static else value.size_bytes for value in problem.values]
+        self._reads = [op.reads for op in problem.ops]
+        self._writes = [op.writes for op in problem.ops]
+        self._producer = [-1 if value.producer is None else value.producer for value in problem.values]
+        self._forward_ops = [op.index for op in problem.ops if op.side is Side.FORWARD]
+        self._backward_ops = [op.index for op in problem.ops if op.side is Side.BACKWARD]
+        from_tangents = {value.index for value in problem.values if value.kind is Kind.TANGENT}
+        for op in problem.ops:
+            if op.side is Side.BACKWARD:
+                from_tangents.update(op.writes)
+        self._ran = [op.side is Side.FORWARD for op in problem.ops]
+        self._is_given = [value.producer is None for value in problem.values]
+        self._pinned = [bool(op.pinned) for op in problem.ops]
+        wanted = {read for index in self._backward_ops for read in self._reads[index]} | problem.gradients
+        self._from_tangents = sorted(from_tangents)
+        is_ready = [value.producer is None or value.index in from_tangents for value in problem.values]
+        self._needs = [tuple(read for read in op.reads if not is_ready[read]) for op in problem.ops]
+        self._wanted = sorted(value for value in wanted if value not in from_tangents and not self._is_given[value])
+        self._late = sorted(value for value in problem.gradients if value not in from_tangents and not self._is_given[value])
+        self._tangents = [value.index for value in problem.values if value.kind is Kind.TANGENT]
+        self.candidates = self._find_candidates()
+        self._fast = FastReplay(problem)
+
+    def _find_candidates(self) -> tuple[int, ...]:
+        """Values that backward can read: each is either saved or, unless pinned, recomputed."""
+        seen: set[int] = set()
+        stack = list(self._wanted)
+        while stack:
+            value = stack.pop()
+            if value in seen or self._is_given[value]:
+                continue
+            seen.add(value)
+            if not self._pinned[self._producer[value]]:
+                stack.extend(self._reads[self._producer[value]])
+        return tuple(sorted(seen))
+
+    @property
+    def default_saved(self) -> frozenset[int]:
+        """What the default partition saves: everything that backward reads directly."""
+        return self.normalize(self._wanted)
+
+    def normalize(self, saved: Iterable[int]) -> frozenset[int]:
+        """The values that really cross: those of ``saved`` that backward reaches, and those reached that cannot be recomputed."""
+        wished = saved if isinstance(saved, (set, frozenset)) else set(saved)
+        threshold = self.problem.keep_below_bytes
+        crossing: set[int] = set()
+        seen: set[int] = set()
+        stack = list(self._wanted)
+        while stack:
+            value = stack.pop()
+            if value in seen or self._is_given[value]:
+                continue
+            seen.add(value)
+            producer = self._producer[value]
+            if value in wished or self._pinned[producer] or (threshold and self._sizes[value] <= threshold):
+                crossing.add(value)
+            else:
+                stack.extend(self._reads[producer])
+        return frozenset(crossing)
+
+    def evaluate(self, saved: Iterable[int]) -> Outcome:
+        """Peak and time of one saved set (normalized first)."""
+        return self.evaluate_normalized(self.normalize(saved))
+
+    def evaluate_normalized(self, crossing: frozenset[int]) -> Outcome:
+        """`evaluate` for a set that `normalize` returned."""
+        forward, backward, recomputed = self._schedule(crossing)
+        replay = self._fast.fused if self.problem.fused else self._fast.eager
+        peak_bytes, time_us, recompute_us = replay(forward, backward, crossing, recomputed, plain=forward is self._forward_ops)
+        return Outcome(
+            saved=crossing,
+            peak_bytes=self.problem.total_static_bytes + peak_bytes,
+            time_us=round(time_us, 6),  # so that sums in another order compare equal
+            recompute_us=recompute_us,
+            saved_bytes=sum(self._sizes[value] for value in crossing),
+            num_recomputed=len(recomputed),
+        )
+
+    def timeline(self, saved: Iterable[int]) -> Timeline:
+        """The whole curve for one saved set; slower than `evaluate`, for people and for checks."""
+        replay = self._replay(self.normalize(saved))
+        live = self._live(replay)
+        kernels = replay.forward + replay.backward
+        peak = max(range(len(live)), key=live.__getitem__) if live else 0
+        values = self.problem.values
+        grids: dict[Kind, list[int]] = {}
+        for value, first, last in replay.intervals:
+            grid = grids.setdefault(values[value].kind, [0] * (len(kernels) + 1))
+            grid[first] += self._sizes[value]
+            if last is not None:
+                grid[last + 1] -= self._sizes[value]
+        at_peak = [(v, self._sizes[v]) for v, first, last in replay.intervals if first <= peak and (last is None or peak <= last)]
+        return Timeline(
+            names=tuple(self.problem.ops[kernel.op].name for kernel in kernels),
+            live_bytes=tuple(live),
+            by_kind={kind: tuple(accumulate(grid[:-1])) for kind, grid in grids.items()},
+            num_forward=len(replay.forward),
+            peak_position=peak,
+            live_at_peak=tuple(sorted(((v, size) for v, size in at_peak if size), key=lambda item: (-item[1], item[0]))),
+            workspace_at_peak_bytes=kernels[peak].workspace_bytes if kernels else 0,
+            time_us=sum(kernel.cost_us for kernel in kernels),
+            recompute_us=replay.recompute_us,
+        )
+
+    def schedule(self, saved: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Op indices in the order in which forward and backward run them, before any fusion."""
+        forward, backward, _ = self._schedule(self.normalize(saved))
+        return forward, backward
+
+    def _schedule(self, crossing: frozenset[int]) -> tuple[list[int], list[int], set[int]]:
+        reads, producer, writes = self._reads, self._producer, self._writes
+        early: set[int] = set()
+        ops = self.problem.ops
+        stack = [producer[value] for value in crossing]
+        while stack:
+            index = stack.pop()
+            if index in early or ops[index].side is Side.FORWARD:
+                continue
+            early.add(index)
+            stack.extend(producer[read] for read in reads[index] if producer[read] >= 0)
+        forward = sorted([*self._forward_ops, *early]) if early else self._forward_ops
+
+        available = list(self._is_given)
+        for value in crossing:
+            available[value] = True
+        ran = [op.side is Side.FORWARD or op.index in early for op in ops] if early else self._ran
+        backward: list[int] = []
+        recomputed: set[int] = set()
+
+        def bring(wanted: Iterable[int]) -> None:
+            missing: set[int] = set()
+            stack = [value for value in wanted if not available[value]]
+            while stack:
+                index = producer[stack.pop()]
+                if index in missing:
+                    continue
+                missing.add(index)
+                stack.extend(read for read in reads[index] if not available[read])
+            for index in sorted(missing):
+                backward.append(index)
+                if ran[index]:
+                    recomputed.add(index)
+                for write in writes[index]:
+                    available[write] = True
+
+        for value in self._from_tangents:
+            available[value] = True
+        needs = self._needs
+        for index in self._backward_ops:
+            for read in needs[index]:
+                if not available[read]:
+                    bring(needs[index])
+                    break
+            backward.append(index)
+        bring(self._late)
+        return forward, backward, recomputed
+
+    def _replay(self, crossing: frozenset[int]) -> _Replay:
+        forward_ops, backward_ops, recomputed = self._schedule(crossing)
+        problem = self.problem
+        held = crossing | problem.forward_outputs
+        forward = fuse(problem, forward_ops, held, available=frozenset())
+        backward = fuse(problem, backward_ops, problem.gradients, available=crossing)
+        return _Replay(
+            forward=forward,
+            backward=backward,
+            intervals=self._intervals(forward, backward, crossing),
+            num_recomputed=len(recomputed),
+            recompute_us=sum(kernel.cost_us for kernel in backward if kernel.op in recomputed),
+        )
+
+    def _intervals(self, forward: list[Kernel], backward: list[Kernel], crossing: frozenset[int]) -> list[tuple[int, int, int | None]]:
+        problem, num_forward = self.problem, len(forward)
+        last_forward: dict[int, int] = {}
+        for position, kernel in enumerate(forward):
+            for value in kernel.writes:
+                last_forward[value] = position
+            for value in kernel.reads:
+                last_forward[value] = position
+        last_backward: dict[int, int] = {}
+        for position, kernel in enumerate(backward, num_forward):
+            for value in kernel.writes:
+                last_backward[value] = position
+            for value in kernel.reads:
+                last_backward[value] = position
+
+        intervals: list[tuple[int, int, int | None]] = [(value, num_forward, None) for value in self._tangents if backward]
+        outputs, gradients = problem.forward_outputs, problem.gradients
+        for position, kernel in enumerate(forward):
+            for value in kernel.writes:
+                if value in outputs or (value in crossing and value in gradients):
+                    intervals.append((value, position, None))
+                elif value in crossing:
+                    intervals.append((value, position, last_backward.get(value, num_forward)))
+                else:
+                    intervals.append((value, position, last_forward[value]))
+        for position, kernel in enumerate(backward, num_forward):
+            for value in kernel.writes:
+                if value in crossing:  # a sibling result of a recomputed op: the saved copy is the one that is read
+                    intervals.append((value, position, position))
+                else:
+                    intervals.append((value, position, None if value in gradients else last_backward[value]))
+        return intervals
+
+    def _live(self, replay: _Replay) -> list[int]:
+        kernels = replay.forward + replay.backward
+        change = [0] * (len(kernels) + 1)
+        sizes = self._sizes
+        dying: dict[int, list[int]] = {}
+        for value, first, last in replay.intervals:
+            change[first] += sizes[value]
+            if last is not None:
+                change[last + 1] -= sizes[value]
+                if self.problem.fused and last > first:
+                    dying.setdefault(last, []).append(value)
+        live = list(accumulate(change[:-1]))
+        for position, kernel in enumerate(kernels):
+            if kernel.workspace_bytes:
+                live[position] += kernel.workspace_bytes
+            if kernel.in_place and position in dying:
+                live[position] -= self._reused(kernel, dying[position])
+        return live
+
+    def _reused(self, kernel: Kernel, dying: list[int]) -> int:
+        """Bytes that a fused kernel writes over an operand that dies in it, instead of allocating."""
+        free = [self._sizes[value] for value in dying if value in kernel.reads]
+        reused = 0
+        for value in kernel.writes:
+            if self._sizes[value] in free:
+                free.remove(self._sizes[value])
+                reused += self._sizes[value]
+        return reused

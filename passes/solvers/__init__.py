@@ -1,0 +1,1 @@
+"""Solvers: each proposes sets of values to save; the simulator judges them."""

@@ -1,0 +1,69 @@
+"""Checkpoint by region: keep what crosses chosen boundaries of the forward graph, recompute what lies between them.
+
+Boundaries come from three families (valleys of the crossing bytes, the module labels, parts of equal bytes), each thinned to every
+k-th: k = 1 is per-block checkpoint, k = sqrt(n) the plan of Chen et al. 2016 ("Training deep nets with sublinear memory cost").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import isqrt
+
+from dyngran.passes.problem import Problem
+from dyngran.passes.regions import Crossings, even_boundaries, find_crossings, find_separators, label_boundaries
+from dyngran.passes.simulate import Simulator
+
+BARE_OPS = 1000  # above it small values are always kept: they never cost what they spare
+SMALL_SHARE = 1 / 1000  # of the bytes the default plan saves: what is smaller breaks chains for almost nothing
+
+
+def small_values(simulator: Simulator) -> frozenset[int]:
+    """Candidates that are small beside what the default plan saves."""
+    values = simulator.problem.values
+    total = sum(values[value].size_bytes for value in simulator.default_saved)
+    return frozenset(value for value in simulator.candidates if values[value].size_bytes <= total * SMALL_SHARE)
+
+
+def boundary_families(problem: Problem, crossings: Crossings) -> Iterator[tuple[int, ...]]:
+    """Sets of boundaries to keep, coarse ones included, without repetition."""
+    seen: set[tuple[int, ...]] = set()
+    for base in (find_separators(crossings), label_boundaries(problem, crossings), find_separators(crossings, rise=1.1)):
+        for chosen in _thinned(base):
+            if chosen not in seen:
+                seen.add(chosen)
+                yield chosen
+    num_ops = len(crossings.ops)
+    for num_regions in sorted({*range(2, 7), *(isqrt(num_ops) * n // 2 for n in range(1, 5)), num_ops // 4, num_ops // 2, num_ops}):
+        chosen = even_boundaries(problem, crossings, num_regions)
+        if chosen and chosen not in seen:
+            seen.add(chosen)
+            yield chosen
+
+
+def _thinned(base: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Every k-th of the boundaries, for the k that differ in how many they leave: about 2 sqrt(n) of them."""
+    lengths: set[int] = set()
+    for step in range(1, len(base) + 1):
+        chosen = tuple(base[step - 1 :: step])
+        if len(chosen) not in lengths:
+            lengths.add(len(chosen))
+            yield chosen
+
+
+def propose(simulator: Simulator, *, budget_bytes: int | None = None) -> Iterator[frozenset[int]]:
+    """Nothing saved, then each family: bare, with small values, and with the part after the last boundary saved as by default."""
+    problem = simulator.problem
+    crossings = find_crossings(problem)
+    small, default = small_values(simulator), simulator.default_saved
+    yield frozenset()
+    yield small
+    position = {write: place for place, index in enumerate(crossings.ops) for write in problem.ops[index].writes}
+    num_ops = len(problem.ops)
+    for boundaries in boundary_families(problem, crossings):
+        kept: frozenset[int] = frozenset().union(*(crossings.at(boundary) for boundary in boundaries))
+        head = frozenset(value for value in default if position.get(value, -1) > boundaries[-1])
+        if not small or num_ops <= BARE_OPS:
+            yield kept
+        yield kept | small
+        if head - kept:
+            yield kept | small | head

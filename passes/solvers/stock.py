@@ -1,0 +1,15 @@
+"""What torch's own partitioners save for this graph (`Problem.stock`), so that dyngran is never worse than they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dyngran.passes.simulate import Simulator
+
+
+def propose(simulator: Simulator, *, budget_bytes: int | None = None) -> Iterator[frozenset[int]]:
+    """One plan for each stock partition, by name; if none is known, the default one, which is the simplest of them."""
+    if not simulator.problem.stock:
+        yield simulator.default_saved
+    for name in sorted(simulator.problem.stock):
+        yield simulator.problem.stock[name]

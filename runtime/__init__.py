@@ -1,0 +1,1 @@
+"""What happens while training runs: observation of steps, memory and time."""

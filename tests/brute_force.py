@@ -1,0 +1,131 @@
+"""Slow obvious truths: a replay with sets instead of intervals, and the best plan of a small problem by trying them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import combinations
+
+from dyngran.passes.problem import Kind, Problem, Side
+from dyngran.passes.simulate import Outcome, Simulator
+
+
+@dataclass(frozen=True)
+class Truth:
+    peak_bytes: int
+    time_us: float
+    num_recomputed: int
+
+
+def naive_replay(problem: Problem, wished: Iterable[int]) -> Truth:
+    """Run the schedule op by op and, before each op, look at everything that is still to run to see what may be freed.
+
+    Valid without fusion. It takes the schedule's rules from the documentation, not from the simulator's code.
+    """
+    crossing = _crossing(problem, frozenset(wished))
+    early = _ancestors(problem, crossing, stop=frozenset())
+    forward = [op.index for op in problem.ops if op.side is Side.FORWARD or (op.side is Side.FREE and op.index in early)]
+    backward = _backward(problem, crossing)
+    live: list[tuple[int, str]] = []  # storages: (value, which copy)
+    peak = 0
+
+    def size(value: int) -> int:
+        return 0 if problem.values[value].kind.is_static else problem.values[value].size_bytes
+
+    for place, index in enumerate(forward):
+        live += [(write, "first") for write in problem.ops[index].writes]
+        peak = max(peak, sum(size(value) for value, _ in live) + problem.ops[index].workspace_bytes)
+        ahead = {read for later in forward[place + 1 :] for read in problem.ops[later].reads}
+        live = [item for item in live if item[0] in ahead | crossing | problem.forward_outputs]
+    held = [value.index for value in problem.values if value.kind is Kind.TANGENT]
+    for place, index in enumerate(backward):
+        op = problem.ops[index]
+        live += [(write, "again") for write in op.writes]
+        extra = sum(size(value) for value in held)
+        peak = max(peak, sum(size(value) for value, _ in live) + extra + op.workspace_bytes)
+        ahead = {read for later in backward[place + 1 :] for read in problem.ops[later].reads}
+        later_writes = {write for later in backward[place + 1 :] for write in problem.ops[later].writes}
+        kept = []
+        for value, copy in live:
+            if value in crossing and copy == "again":
+                continue  # the saved copy is the one that is read
+            needed = value in ahead or value in problem.gradients
+            if copy == "first":
+                needed = value in problem.forward_outputs or (value in crossing and (needed or value in later_writes))
+            if needed:
+                kept.append((value, copy))
+        live = kept
+    num_recomputed = len([index for index in backward if index in set(forward)])
+    return Truth(
+        peak_bytes=problem.total_static_bytes + peak,
+        time_us=sum(problem.ops[index].cost_us for index in forward + backward),
+        num_recomputed=num_recomputed,
+    )
+
+
+def _tangent_made(problem: Problem) -> frozenset[int]:
+    return frozenset(write for op in problem.ops if op.side is Side.BACKWARD for write in op.writes)
+
+
+def _crossing(problem: Problem, wished: frozenset[int]) -> frozenset[int]:
+    late = _tangent_made(problem)
+    needed = {read for op in problem.ops if op.side is Side.BACKWARD for read in op.reads} | problem.gradients
+    crossing: set[int] = set()
+    done: set[int] = set()
+    while needed - done:
+        value = min(needed - done)
+        done.add(value)
+        producer = problem.values[value].producer
+        if producer is None or value in late:
+            continue
+        small = 0 < problem.values[value].size_bytes <= problem.keep_below_bytes or (
+            problem.keep_below_bytes > 0 and problem.values[value].size_bytes == 0
+        )
+        if value in wished or problem.ops[producer].pinned or small:
+            crossing.add(value)
+        else:
+            needed |= set(problem.ops[producer].reads)
+    return frozenset(crossing)
+
+
+def _ancestors(problem: Problem, values: Iterable[int], stop: frozenset[int]) -> set[int]:
+    found: set[int] = set()
+    todo = list(values)
+    while todo:
+        producer = problem.values[todo.pop()].producer
+        if producer is not None and producer not in found:
+            found.add(producer)
+            todo += [read for read in problem.ops[producer].reads if read not in stop]
+    return found
+
+
+def _backward(problem: Problem, crossing: frozenset[int]) -> list[int]:
+    order: list[int] = []
+    late = _tangent_made(problem)
+    have = set(crossing) | {value.index for value in problem.values if value.producer is None}
+    goals = [(list(op.reads), op.index) for op in problem.ops if op.side is Side.BACKWARD]
+    goals.append(([value for value in sorted(problem.gradients) if value not in late], -1))
+    for reads, index in goals:
+        missing = [read for read in reads if read not in have]
+        for again in sorted(_ancestors(problem, missing, stop=frozenset(have))):
+            order.append(again)
+            have |= set(problem.ops[again].writes)
+        if index >= 0:
+            order.append(index)
+            have |= set(problem.ops[index].writes)
+    return order
+
+
+def every_plan(simulator: Simulator) -> list[Outcome]:
+    """All saved sets of a small problem (2 to the number of candidates), each simulated once."""
+    sets = {
+        simulator.normalize(frozenset(chosen))
+        for count in range(len(simulator.candidates) + 1)
+        for chosen in combinations(simulator.candidates, count)
+    }
+    return [simulator.evaluate(saved) for saved in sorted(sets, key=sorted)]
+
+
+def best_time(outcomes: Iterable[Outcome], budget_bytes: int) -> float | None:
+    """The least time among the plans that fit; None if none fits."""
+    return min((outcome.time_us for outcome in outcomes if outcome.peak_bytes <= budget_bytes), default=None)

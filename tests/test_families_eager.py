@@ -1,0 +1,228 @@
+"""Promises 2, 3 and 4 under ``codegen="eager"``: twelve families, four budgets each down to the floor.
+
+The reference is the same traced joint graph with the default partition and the same runner; it is itself compared with plain eager
+PyTorch. Peaks are measured from allocation events, by code that knows nothing of dyngran (`measure.py`). Run with
+``--dist loadgroup`` so that a family's runs are made once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from unittest import mock
+
+import pytest
+import torch
+from families import FAMILIES
+from measure import Snapshot, differences, forward_backward, held_tensors, measured_peak, snapshot, storage_bytes
+from torch import Tensor, nn
+
+import dyngran
+from dyngran.errors import BudgetTooSmall
+from dyngran.passes.solvers.portfolio import Planner
+
+FRACTIONS = (0.9, 0.6, 0.3, 0.0)  # of the way from the floor up to the free peak
+EAGER = {"codegen": "eager", "keep_below": 0}
+SLACK_BYTES = 2**20
+
+families = pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in FAMILIES])
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Snapshots after some forward and backward passes, the peak of the last one, and what was held before it."""
+
+    snapshots: tuple[Snapshot, ...]
+    peak_bytes: int
+    static_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One budget: what was asked for, what was predicted, what happened."""
+
+    budget_bytes: int
+    predicted_bytes: int
+    num_recomputed: int
+    run: Run
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    reference: Run
+    floor_bytes: int
+    planner: Planner
+    rows: tuple[Row, ...]
+
+
+Compiled = tuple[Callable[..., Tensor], nn.Module, tuple[Tensor, ...]]
+
+
+def train(step: Callable[..., Tensor], module: nn.Module, inputs: tuple[Tensor, ...], *, accumulate: bool = False) -> Run:
+    """Two SGD steps in a row, or with ``accumulate`` two backward passes that add up in the gradients."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    torch.manual_seed(77)
+    first = snapshot(module, forward_backward(step, inputs))
+    if not accumulate:
+        optimizer.step()
+        optimizer.zero_grad()
+    losses: list[Tensor] = []
+    held = held_tensors(module, inputs, optimizer)
+    static_bytes = storage_bytes(held)
+    peak_bytes = measured_peak(lambda: losses.append(forward_backward(step, inputs)), held)
+    return Run((first, snapshot(module, losses[0])), peak_bytes, static_bytes)
+
+
+def fresh(name: str, **options: object) -> Compiled:
+    torch._dynamo.reset()
+    module, inputs = FAMILIES[name].make()
+    return torch.compile(module, backend="dyngran", options=dict(options)), module, inputs
+
+
+def probe_floor(name: str) -> tuple[int, Planner]:
+    """The least reachable peak as the refusal of an absurd budget names it, and the planner that said so."""
+    planners: list[Planner] = []
+    solve = Planner.solve
+
+    def spy(self: Planner, *args: object, **kwargs: object) -> object:
+        planners.append(self)
+        return solve(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    compiled, _, inputs = fresh(name, budget=1, **EAGER)
+    with mock.patch.object(Planner, "solve", spy), pytest.raises(BudgetTooSmall) as refusal:
+        compiled(*inputs)
+    assert refusal.value.budget_bytes == 1
+    assert refusal.value.pinned
+    return refusal.value.least_peak_bytes, planners[-1]
+
+
+@cache
+def result_of(name: str) -> Result:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    reference = train(*fresh(name, codegen="eager", solver="default"))
+    floor_bytes, planner = probe_floor(name)
+    rows = []
+    for fraction in FRACTIONS:
+        budget_bytes = int(floor_bytes + fraction * (reference.peak_bytes - floor_bytes))
+        compiled, module, inputs = fresh(name, budget=budget_bytes, **EAGER)
+        run = train(compiled, module, inputs)
+        report = dyngran.explain(compiled)
+        rows.append(Row(budget_bytes, report.predicted_peak_bytes, report.plan.num_recomputed, run))
+    return Result(reference, floor_bytes, planner, tuple(rows))
+
+
+def table(name: str) -> str:
+    """Rows for people: budget, predicted and measured peak in KiB, values recomputed, share of the free transient that was cut."""
+    result = result_of(name)
+    free = result.reference.peak_bytes
+    lines = [f"{name}: free {free >> 10} KiB, static {result.reference.static_bytes >> 10} KiB, floor {result.floor_bytes >> 10} KiB"]
+    for row in result.rows:
+        cut = (free - row.run.peak_bytes) / (free - row.run.static_bytes)
+        lines.append(
+            f"  budget {row.budget_bytes >> 10}  predicted {row.predicted_bytes >> 10}  measured {row.run.peak_bytes >> 10} KiB  "
+            f"recomputed {row.num_recomputed}  transient cut {cut:.0%}"
+        )
+    return "\n".join(lines)
+
+
+@families
+def test_reference_is_what_eager_pytorch_computes(name: str) -> None:
+    module, inputs = FAMILIES[name].make()
+    eager = train(module, module, inputs)
+    tolerance = 1e-3 if FAMILIES[name].eps < 1e-6 else 5e-2
+    for want, got in zip(eager.snapshots, result_of(name).reference.snapshots, strict=True):
+        assert torch.equal(want.rng_state, got.rng_state)
+        torch.testing.assert_close(got.loss, want.loss, rtol=tolerance, atol=tolerance)
+        for key, gradient in want.gradients.items():
+            other = got.gradients[key]
+            assert gradient is not None and other is not None
+            assert (gradient - other).norm() <= tolerance * gradient.norm() + 1e-5, key
+        for key, buffer in want.buffers.items():
+            torch.testing.assert_close(got.buffers[key], buffer, rtol=tolerance, atol=tolerance)
+
+
+@families
+def test_every_bit_of_loss_gradients_buffers_and_rng_is_the_reference(name: str) -> None:
+    result = result_of(name)
+    for row in result.rows:
+        for moment, want, got in zip(("step 1", "step 2"), result.reference.snapshots, row.run.snapshots, strict=True):
+            assert differences(want, got) == [], f"budget {row.budget_bytes}, {moment}"
+
+
+@families
+def test_buffers_are_updated_once_per_forward(name: str) -> None:
+    counters = [
+        (key, int(value))
+        for row in result_of(name).rows
+        for key, value in row.run.snapshots[-1].buffers.items()
+        if key.endswith("num_batches_tracked")
+    ]
+    assert bool(counters) is FAMILIES[name].buffers
+    assert [key for key, value in counters if value != 2] == []
+
+
+@families
+def test_gradients_accumulate_at_the_floor(name: str) -> None:
+    """The second backward pass finds gradients that exist already: the least budget is the floor and their bytes."""
+    module, inputs = FAMILIES[name].make()
+    gradient_bytes = storage_bytes(module.parameters())
+    want = train(*fresh(name, codegen="eager", solver="default"), accumulate=True)
+    budget_bytes = result_of(name).floor_bytes + gradient_bytes
+    got = train(*fresh(name, budget=budget_bytes, **EAGER), accumulate=True)
+    for moment, left, right in zip(("pass 1", "pass 2"), want.snapshots, got.snapshots, strict=True):
+        assert differences(left, right) == [], moment
+    assert got.static_bytes >= want.static_bytes
+    assert got.peak_bytes <= budget_bytes
+
+
+@families
+def test_measured_peak_is_within_the_budget_and_as_predicted(name: str, record_property: Callable[[str, object], None]) -> None:
+    rows = table(name)
+    record_property("rows", rows)
+    print(rows)
+    for row in result_of(name).rows:
+        assert row.predicted_bytes <= row.budget_bytes, rows
+        assert row.run.peak_bytes <= row.budget_bytes, rows
+        assert abs(row.run.peak_bytes - row.predicted_bytes) <= max(0.01 * row.run.peak_bytes, SLACK_BYTES), rows
+
+
+@families
+def test_budgets_bind(name: str) -> None:
+    """A plan far below its budget wastes time: at least half of the runs use nine tenths of what they were allowed."""
+    result = result_of(name)
+    binding = [row for row in result.rows if row.run.peak_bytes >= 0.9 * row.budget_bytes]
+    assert len(binding) >= len(result.rows) / 2, table(name)
+    assert all(row.num_recomputed > 0 for row in result.rows), table(name)
+    assert result.floor_bytes < result.reference.peak_bytes
+
+
+@families
+def test_floor_is_at_most_the_peak_of_a_hand_written_plan(name: str) -> None:
+    """`torch.utils.checkpoint` around each block, run eagerly and through aot_eager, whichever needs less."""
+    module, inputs = FAMILIES[name].make(checkpoint=True)
+    eager = measured_peak(lambda: forward_backward(module, inputs), held_tensors(module, inputs))
+    torch._dynamo.reset()
+    module, inputs = FAMILIES[name].make(checkpoint=True)
+    compiled = torch.compile(module, backend="aot_eager")
+    forward_backward(compiled, inputs)
+    module.zero_grad()
+    traced = measured_peak(lambda: forward_backward(compiled, inputs), held_tensors(module, inputs))
+    assert result_of(name).floor_bytes <= min(eager, traced), (eager, traced, table(name))
+
+
+@families
+def test_predictions_are_monotone_over_a_grid_of_budgets(name: str) -> None:
+    result = result_of(name)
+    step = (result.reference.peak_bytes - result.floor_bytes) / 11
+    budgets = [int(result.floor_bytes + step * index) for index in range(12)]
+    plans = [result.planner.solve(budget) for budget in budgets]
+    for budget, plan in zip(budgets, plans, strict=True):
+        assert plan.peak_bytes <= budget
+    for tighter, looser in zip(plans, plans[1:], strict=False):
+        assert tighter.peak_bytes <= looser.peak_bytes
+        assert tighter.time_us >= looser.time_us
+    for row in result.rows:
+        assert row.predicted_bytes == result.planner.solve(row.budget_bytes).peak_bytes

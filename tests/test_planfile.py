@@ -1,0 +1,232 @@
+"""Plan files: what is written is read back, byte for byte; what is wrong is refused by the name of its field."""
+
+import json
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dyngran.compiler.planfile import PlanDocument, dump_plan, load_plan, parse_plan, save_plan
+from dyngran.passes.errors import PlanFileError
+from dyngran.passes.plan import Action, Decision, Plan
+
+COUNTS = st.integers(0, 2**50)
+AMOUNTS = st.floats(0, 1e12, allow_nan=False)
+TEXTS = st.text(max_size=20)
+DECISIONS = st.builds(
+    Decision,
+    value=COUNTS,
+    name=TEXTS,
+    action=st.sampled_from(Action),
+    reason=TEXTS,
+    size_bytes=COUNTS,
+    recompute_us=AMOUNTS,
+    label=TEXTS,
+    dimension=st.none() | st.integers(0, 8),
+    fraction=st.none() | st.floats(0, 1),
+    format=st.none() | TEXTS,
+)
+PLANS = st.builds(
+    Plan,
+    budget_bytes=st.none() | st.integers(1, 2**50),
+    saved=st.frozensets(COUNTS, max_size=6),
+    decisions=st.lists(DECISIONS, max_size=4).map(tuple),
+    peak_bytes=COUNTS,
+    static_bytes=COUNTS,
+    saved_bytes=COUNTS,
+    time_us=AMOUNTS,
+    overhead_us=AMOUNTS,
+    recompute_us=AMOUNTS,
+    num_recomputed=COUNTS,
+    solver=TEXTS,
+    order=TEXTS,
+    truncated=st.booleans(),
+)
+DOCUMENTS = st.builds(PlanDocument, plan=PLANS, fingerprint=TEXTS, codegen=TEXTS, torch_version=TEXTS, device=TEXTS, dyngran_version=TEXTS)
+
+PLAN = Plan(
+    budget_bytes=100,
+    saved=frozenset({3, 1}),
+    decisions=(
+        Decision(value=1, name="mm", action=Action.KEEP, reason="dear to compute", size_bytes=32, label="layer 0"),
+        Decision(value=2, name="relu", action=Action.RECOMPUTE, reason="cheap", size_bytes=64, recompute_us=1.5),
+    ),
+    peak_bytes=96,
+    static_bytes=16,
+    saved_bytes=40,
+    time_us=12.25,
+    overhead_us=1.5,
+    recompute_us=1.5,
+    num_recomputed=1,
+    solver="mutwo",
+)
+DOCUMENT = PlanDocument(plan=PLAN, fingerprint="ab12", codegen="eager", torch_version="2.13.0", device="cpu", dyngran_version="0.1.0")
+
+GOLDEN = """{
+ "budget_bytes": 100,
+ "codegen": "eager",
+ "decisions": [
+  {"action": "keep", "dimension": null, "format": null, "fraction": null, "label": "layer 0", "name": "mm", \
+"reason": "dear to compute", "recompute_us": 0.0, "size_bytes": 32, "value": 1},
+  {"action": "recompute", "dimension": null, "format": null, "fraction": null, "label": "", "name": "relu", \
+"reason": "cheap", "recompute_us": 1.5, "size_bytes": 64, "value": 2}
+ ],
+ "device": "cpu",
+ "dyngran": "0.1.0",
+ "fingerprint": "ab12",
+ "num_recomputed": 1,
+ "order": "joint graph, recompute before first reader",
+ "overhead_us": 1.5,
+ "peak_bytes": 96,
+ "recompute_us": 1.5,
+ "saved": [1, 3],
+ "saved_bytes": 40,
+ "schema": 1,
+ "solver": "mutwo",
+ "static_bytes": 16,
+ "time_us": 12.25,
+ "torch": "2.13.0",
+ "truncated": false
+}
+"""
+
+
+@given(document=DOCUMENTS)
+def test_round_trip_is_exact_and_byte_stable(document: PlanDocument) -> None:
+    text = dump_plan(document)
+    again = parse_plan(text, source="test")
+    assert again == document
+    assert dump_plan(again) == text
+    assert text.isascii()
+
+
+def test_the_document_as_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    save_plan(path, DOCUMENT)
+    assert path.read_bytes() == GOLDEN.encode()
+    assert load_plan(str(path)) == DOCUMENT
+
+
+def test_saving_replaces_the_whole_file_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("x" * 100_000)
+    save_plan(path, DOCUMENT)
+    assert path.read_text() == GOLDEN
+    assert os.listdir(tmp_path) == ["plan.json"]
+
+
+@pytest.mark.parametrize("time_us", [math.nan, math.inf, -1.0])
+def test_a_plan_that_no_file_can_hold_is_not_written(tmp_path: Path, time_us: float) -> None:
+    path = tmp_path / "plan.json"
+    save_plan(path, DOCUMENT)
+    with pytest.raises(PlanFileError, match="'time_us' must be a number"):
+        save_plan(path, replace(DOCUMENT, plan=replace(PLAN, time_us=time_us)))
+    assert path.read_text() == GOLDEN
+    assert os.listdir(tmp_path) == ["plan.json"]
+
+
+WRONG: dict[str, list[Any]] = {
+    "budget_bytes": ["8GiB", 0, True, 1.5],
+    "codegen": [None, 1],
+    "decisions": [{}, None, [1], [{}]],
+    "device": [1],
+    "dyngran": [None],
+    "fingerprint": [[]],
+    "num_recomputed": [-1, 1.0],
+    "order": [3],
+    "overhead_us": [-0.5, "1", math.nan, 10**400],
+    "peak_bytes": [-1, None],
+    "recompute_us": [math.inf, None],
+    "saved": [[3, 1], [1, 1], [True], ["1"], [-1], None],
+    "saved_bytes": [False],
+    "schema": [0, 2, "1", None, True],
+    "solver": [None],
+    "static_bytes": ["1"],
+    "time_us": [None],
+    "torch": [2.13],
+    "truncated": [0, "no"],
+}
+WRONG_IN_DECISION: dict[str, list[Any]] = {
+    "action": ["drop", 1, None, []],
+    "dimension": [-1, 0.5],
+    "format": [16],
+    "fraction": [1.5, -0.1, "half"],
+    "label": [None],
+    "name": [7],
+    "reason": [None],
+    "recompute_us": ["fast"],
+    "size_bytes": [-1],
+    "value": ["mm", None],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_each_wrong_field_is_named(name: str, value: object) -> None:
+    fields = json.loads(GOLDEN)
+    fields[name] = value
+    with pytest.raises(PlanFileError, match=name):
+        parse_plan(json.dumps(fields), source="plan.json")
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG_IN_DECISION.items() for value in values])
+def test_each_wrong_field_of_a_decision_is_named(name: str, value: object) -> None:
+    fields = json.loads(GOLDEN)
+    fields["decisions"][1][name] = value
+    with pytest.raises(PlanFileError, match=rf"decisions\[1\]: field '{name}'"):
+        parse_plan(json.dumps(fields), source="plan.json")
+
+
+def test_every_field_is_needed_and_no_other_is_known() -> None:
+    document = json.loads(GOLDEN)
+    assert set(WRONG) == set(document)
+    assert set(WRONG_IN_DECISION) == set(document["decisions"][0])
+    for fields, place in ((document, document), (document, document["decisions"][0])):
+        for name in list(place):
+            value = place.pop(name)
+            with pytest.raises(PlanFileError, match=f"'{name}' is missing"):
+                parse_plan(json.dumps(fields), source="plan.json")
+            place[name] = value
+        place["bound"] = 1
+        with pytest.raises(PlanFileError, match="'bound' is not known"):
+            parse_plan(json.dumps(fields), source="plan.json")
+        del place["bound"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "not a JSON document"),
+        (b"{", "not a JSON document"),
+        (b"\x80\x04K\x01.", "cannot be read"),
+        (b"\xff\xfe", "cannot be read"),
+        (b"[" * 100_000, "not a JSON document"),
+        (b'{"schema": 1, "schema": 1}', "stands twice"),
+        (b'{"schema": ' + b"9" * 5000 + b"}", "not a JSON document"),
+        (b"[]", "one JSON object"),
+        (b"3", "one JSON object"),
+        (b'{"schema": 99}', "schema 99, and dyngran"),
+        (b"{}", "is missing"),
+    ],
+)
+def test_what_is_no_plan_file_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(content)
+    with pytest.raises(PlanFileError, match=said):
+        load_plan(path)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.json", tmp_path, "a\0b"):
+        with pytest.raises(PlanFileError, match="cannot be read"):
+            load_plan(path)
+
+
+@given(text=st.text(max_size=40) | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps))
+def test_any_text_is_a_plan_or_refused(text: str) -> None:
+    with pytest.raises(PlanFileError):
+        parse_plan(text, source="plan.json")

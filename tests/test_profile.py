@@ -1,0 +1,191 @@
+"""Measured operators: workspace against a whole replay's allocation events, side effects, the cache, and reasons for not measuring."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+
+from dyngran.passes.devices import find_device
+from dyngran.passes.host import measure_host_spec
+from dyngran.passes.materialize import InputPool
+from dyngran.passes.profile import OpProfiler, Request
+from dyngran.passes.profile_cache import Measurement, ProfileCache, default_cache_dir
+from dyngran.passes.signature import concrete
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+
+
+def profiler(cache: ProfileCache | None = None, **how: Any) -> OpProfiler:
+    return OpProfiler(find_device("cpu"), CPU, cache=cache or ProfileCache(None), **how)
+
+
+def request(target: Any, *args: Any, **kwargs: Any) -> Request:
+    """A request with fake results, from meta or real arguments."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in args]
+        return Request(target, tuple(fake), kwargs, target(*fake, **kwargs))
+
+
+def peak_bytes(call: Any) -> int:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as session:
+        call()
+    assert session.profiler is not None
+    events = [event for event in session.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+IMAGE = torch.rand(8, 16, 32, 32).to(memory_format=torch.channels_last)
+CALLS: dict[str, tuple[Any, ...]] = {
+    "mm": (aten.mm.default, torch.rand(256, 256), torch.rand(256, 256).t()),
+    "sort": (aten.sort.default, torch.rand(256, 256)),
+    "convolution": (aten.convolution.default, IMAGE, torch.rand(32, 16, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+    "dropout": (aten.native_dropout.default, torch.rand(256, 256), 0.1, True),
+    "layer_norm": (aten.native_layer_norm.default, torch.rand(256, 256), [256], torch.rand(256), torch.rand(256), 1e-5),
+    "expanded": (aten.add.Tensor, torch.rand(256, 1).expand(256, 512), torch.rand(512)),
+    "embedding": (aten.embedding_dense_backward.default, torch.rand(64, 32, 64), torch.zeros(64, 32, dtype=torch.int64), 100, -1, False),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_results_and_workspace_add_up_to_the_measured_peak(name: str) -> None:
+    target, *args = CALLS[name]
+    found = profiler().measure_all([request(target, *args)])[0]
+    target(*args)
+    with torch.no_grad():
+        measured = peak_bytes(lambda: target(*args))
+    assert found.is_measured
+    assert found.cost_us > 0
+    assert found.result_bytes is not None
+    assert abs(found.workspace_bytes + sum(found.result_bytes) - measured) <= 256
+
+
+def test_it_measures_inside_a_fake_tensor_mode_and_touches_nothing() -> None:
+    state = torch.get_rng_state()
+    with FakeTensorMode():
+        x = torch.empty(128, 128)
+        found = profiler().measure(aten.bernoulli.default, (x,), {}, x)
+    assert found.is_measured
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.is_grad_enabled()
+
+
+def test_equal_calls_are_run_once_and_answers_keep_the_order() -> None:
+    seen: list[tuple[int, int]] = []
+    add = request(aten.add.Tensor, torch.rand(64, 64), torch.rand(64, 64))
+    relu = request(aten.relu.default, torch.rand(64, 64))
+    view = request(aten.t.default, torch.rand(64, 64))
+    measurements = profiler(on_progress=lambda done, total: seen.append((done, total))).measure_all([add, view, relu, add])
+    assert seen == [(0, 2), (1, 2)]
+    assert measurements[0] == measurements[3]
+    assert [found.is_measured for found in measurements] == [True, False, True, True]
+    assert measurements[1].cost_us == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (request(aten.relu_.default, torch.rand(64, 64)), "writes its arguments"),
+        (request(aten.relu.default, torch.rand(4)), "small"),
+        (Request(aten.nonzero.default, (torch.rand(64, 64),), {}, None), "depends on data"),
+        (Request(aten.index.Tensor, (torch.rand(64, 64), [torch.ones(64, dtype=torch.bool)]), {}, None), "depends on data"),
+        (Request(torch.ops.mkldnn._linear_pointwise.default, (torch.rand(64, 64),), {}, None), "are not run"),
+        (Request(aten.mm.default, (torch.rand(64, 64), torch.rand(32, 64)), {}, None), "RuntimeError: mat1 and mat2"),
+        (Request(aten.relu.default, (torch.empty(64, 64, device="meta"),), {}, None), "another device"),
+    ],
+)
+def test_what_is_not_measured_says_why_and_has_a_price(call: Request, reason: str) -> None:
+    found = profiler().measure_all([call])[0]
+    assert found.source.startswith("roofline: ")
+    assert reason in found.source
+    assert found.cost_us > 0
+    assert found.result_bytes is None
+
+
+def test_what_does_not_fit_the_budget_is_not_run() -> None:
+    x = torch.rand(256, 256)
+    call = request(aten.add.Tensor, x, x)
+    needed = 3 * x.nbytes
+    assert profiler(limit_bytes=needed - 1).measure_all([call])[0].source == "roofline: does not fit the budget"
+    measured = peak_bytes(lambda: None)
+    assert measured == 0
+    assert profiler(limit_bytes=needed).measure_all([call])[0].is_measured
+
+
+def test_without_a_device_everything_is_a_roofline_of_the_named_card() -> None:
+    card = OpProfiler(find_device("h100"), None, cache=ProfileCache(None))
+    found = card.measure_all([request(aten.mm.default, torch.rand(64, 64), torch.rand(64, 64))])[0]
+    assert found.source == "roofline: h100"
+    assert found.cost_us > 0
+
+
+def test_it_does_not_start_a_second_profiler() -> None:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True):
+        found = profiler().measure_all([request(aten.mm.default, torch.rand(64, 64), torch.rand(64, 64))])[0]
+    assert found.source == "roofline: another profiler is active"
+
+
+def test_indices_are_in_range_and_spread() -> None:
+    table, index = torch.rand(50, 8), torch.zeros(1000, dtype=torch.int64)
+    pool = InputPool(CPU, limit_bytes=None)
+    args: Any = concrete((table, index))
+    real, _ = pool.arguments(aten.embedding.default, args, {})
+    assert int(real[1].max()) < 50
+    assert len(real[1].unique()) > 10
+    assert bool(((real[0] >= 0.1) & (real[0] < 1)).all())
+
+
+def test_the_cache_survives_processes_torn_lines_and_a_read_only_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found = Measurement(cost_us=1.5, workspace_bytes=3, source="measured: 1 run", result_bytes=(4, 0))
+    ProfileCache(tmp_path).put("settings", [("a", found)])
+    (path,) = tmp_path.iterdir()
+    with path.open("a") as file:
+        file.write('{"key": "b", "cost_us": \nnot json\n[1]\n' + json.dumps({"key": "c"}))
+    other = Measurement(cost_us=2.0, workspace_bytes=0, source="measured: 1 run")
+    ProfileCache(tmp_path).put("settings", [("d", other)])
+    again = ProfileCache(tmp_path)
+    assert again.get("settings", "a") == found
+    assert again.get("settings", "d") == other
+    assert again.get("settings", "b") is None
+    assert again.get("other settings", "a") is None
+
+    blocked = ProfileCache(tmp_path / path.name / "below a file")
+    with caplog.at_level(logging.WARNING, "dyngran.profile"):
+        blocked.put("settings", [("a", found)])
+        blocked.put("settings", [("d", found)])
+    assert blocked.get("settings", "a") == found
+    assert [record.name for record in caplog.records] == ["dyngran.profile"]
+
+
+def test_a_warm_cache_runs_nothing(tmp_path: Path) -> None:
+    call = request(aten.mm.default, torch.rand(64, 64), torch.rand(64, 64))
+    first = profiler(ProfileCache(tmp_path)).measure_all([call])
+    seen: list[int] = []
+    assert profiler(ProfileCache(tmp_path), on_progress=lambda done, total: seen.append(done)).measure_all([call]) == first
+    assert seen == []
+
+
+def test_the_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("DYNGRAN_CACHE_DIR", raising=False)
+    assert default_cache_dir() == tmp_path / "dyngran"
+    monkeypatch.setenv("DYNGRAN_CACHE_DIR", str(tmp_path / "own"))
+    assert default_cache_dir() == tmp_path / "own"
+
+
+def test_the_host_is_measured_once(tmp_path: Path) -> None:
+    first = measure_host_spec(ProfileCache(tmp_path))
+    assert measure_host_spec(ProfileCache(tmp_path)) == first
+    assert 1e8 < first.bandwidth_bytes_per_s < 1e13
+    assert 1e-4 < first.matmul_tflops["fp32"] < 1e3

@@ -1,0 +1,82 @@
+"""The simulator against replays that are written to be obvious."""
+
+from __future__ import annotations
+
+import pytest
+from brute_force import naive_replay
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import chain, problems, transformer
+
+from dyngran.passes.problem import Problem
+from dyngran.passes.simulate import Simulator
+
+
+def any_saved(data: st.DataObject, simulator: Simulator) -> frozenset[int]:
+    if not simulator.candidates:
+        return frozenset()
+    return frozenset(data.draw(st.sets(st.sampled_from(simulator.candidates))))
+
+
+@settings(max_examples=300, deadline=None)
+@given(problem=problems(), data=st.data())
+def test_the_fast_replay_equals_the_timeline(problem: Problem, data: st.DataObject) -> None:
+    simulator = Simulator(problem)
+    saved = any_saved(data, simulator)
+    outcome, timeline = simulator.evaluate(saved), simulator.timeline(saved)
+    assert outcome.peak_bytes - problem.total_static_bytes == max(timeline.live_bytes, default=0)
+    assert outcome.time_us == pytest.approx(timeline.time_us, abs=1e-5)
+    assert outcome.recompute_us == pytest.approx(timeline.recompute_us, abs=1e-5)
+
+
+@settings(max_examples=300, deadline=None)
+@given(problem=problems(fused=False), data=st.data())
+def test_without_fusion_peak_and_time_equal_a_naive_replay(problem: Problem, data: st.DataObject) -> None:
+    simulator = Simulator(problem)
+    saved = any_saved(data, simulator)
+    outcome = simulator.evaluate(saved)
+    truth = naive_replay(problem, saved)
+    assert outcome.peak_bytes == truth.peak_bytes
+    assert outcome.time_us == pytest.approx(truth.time_us)
+    assert outcome.num_recomputed == truth.num_recomputed
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_fast_replay_equals_the_timeline_on_a_transformer(fused: bool) -> None:
+    problem = transformer(3, fused=fused)
+    simulator = Simulator(problem)
+    for saved in (simulator.default_saved, frozenset(), frozenset(sorted(simulator.candidates)[::3]), frozenset(simulator.candidates)):
+        outcome, timeline = simulator.evaluate(saved), simulator.timeline(saved)
+        assert outcome.peak_bytes - problem.total_static_bytes == max(timeline.live_bytes)
+        assert outcome.time_us == pytest.approx(timeline.time_us)
+        assert sum(dict(timeline.live_at_peak).values()) + timeline.workspace_at_peak_bytes >= max(timeline.live_bytes)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problem=problems(), data=st.data())
+def test_normalizing_twice_changes_nothing_and_saves_no_more_than_asked(problem: Problem, data: st.DataObject) -> None:
+    simulator = Simulator(problem)
+    saved = any_saved(data, simulator)
+    crossing = simulator.normalize(saved)
+    assert simulator.normalize(crossing) == crossing
+    forced = {v for v in crossing - saved if not problem.ops[problem.values[v].producer].pinned}  # type: ignore[index]
+    assert all(problem.values[v].size_bytes <= problem.keep_below_bytes for v in forced)
+
+
+def test_a_chain_saved_whole_costs_one_byte_a_link_and_saved_nothing_costs_the_same() -> None:
+    problem = chain(16)
+    simulator = Simulator(problem)
+    everything, nothing = simulator.evaluate(simulator.default_saved), simulator.evaluate(frozenset())
+    assert everything.peak_bytes == 16 - 1 + 1  # links 1..15 are read by backward, and link 16 lives while the loss reads it
+    assert nothing.peak_bytes == 15
+    assert everything.recompute_us == 0
+    assert nothing.recompute_us == 15
+
+
+def test_a_chain_kept_at_every_fourth_link_peaks_at_two_square_roots() -> None:
+    problem = chain(16)
+    simulator = Simulator(problem)
+    links = [op.writes[0] for op in problem.ops[:16]]
+    outcome = simulator.evaluate(frozenset(links[3:15:4]))
+    assert outcome.peak_bytes == 3 + 3  # three kept links and the three of the last part that are made again
+    assert outcome.recompute_us == 12
