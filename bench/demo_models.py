@@ -105,7 +105,7 @@ class Workload:
 
 SIZES = {  # GPT: layers, width, heads, context, batch; ResNet: widths, blocks in a stage, batch
     "quick": ((2, 64, 2, 64, 8), ((16, 32), 1, 64)),
-    "cpu": ((4, 128, 4, 128, 8), ((32, 64, 128), 1, 256)),
+    "cpu": ((3, 128, 4, 128, 8), ((32, 64, 128), 1, 256)),
     "cuda": ((8, 512, 8, 256, 64), ((64, 128, 256), 3, 1024)),
 }
 

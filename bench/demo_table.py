@@ -63,7 +63,7 @@ class Demo:
         with Ticker(self._console, total=arguments.steps * (1 + len(fractions) + with_inductor)) as ticker:
             ticker.stage("training without a budget")
             free = self._train(ticker, {**options, "budget": None})
-            self._add_row("none", free, None)
+            self._add_row("none", free)
             ticker.stage("asking for the least reachable peak")
             floor_bytes = least_peak_bytes(self._workload, device=self._device, options=options)
             way_bytes = free.predicted_peak_bytes - floor_bytes
@@ -72,7 +72,7 @@ class Demo:
                 budget_bytes = floor_bytes + int(fraction * way_bytes)
                 ticker.stage(f"training at {format_bytes(budget_bytes)}")
                 last = self._train(ticker, {**options, "budget": budget_bytes})
-                self._add_row(f"{format_bytes(budget_bytes)} ({fraction:.0%} of the way)", last, free)
+                self._add_row(f"{format_bytes(budget_bytes)} ({fraction:.0%} of the way)", last, free, budget_bytes)
             if with_inductor:
                 self._add_inductor(ticker, floor_bytes + int(INDUCTOR_FRACTION * way_bytes), free)
         self._console.print(self._table)
@@ -94,17 +94,20 @@ class Demo:
         except BudgetTooSmall as error:
             self._table.add_row(label, "-", "-", "-", "-", f"refused: the least peak is {format_bytes(error.least_peak_bytes)}")
         else:
-            self._add_row(label, trained, free)
+            self._add_row(label, trained, free, budget_bytes)
 
-    def _add_row(self, label: str, trained: Run, free: Run | None) -> None:
+    def _add_row(self, label: str, trained: Run, free: Run | None = None, budget_bytes: int | None = None) -> None:
         loss = f"{trained.losses[-1]:.6f}"
         if free is not None:
             difference = max(abs(a - b) for a, b in zip(trained.losses, free.losses, strict=True))
             loss += ", equal" if trained.losses == free.losses else f", differs by up to {difference:.1e}"
+        measured = format_bytes(trained.measured_peak_bytes)
+        if budget_bytes is not None and trained.measured_peak_bytes > budget_bytes:
+            measured = f"[red]above the budget[/red] {measured}"
         self._table.add_row(
             label,
             format_bytes(trained.predicted_peak_bytes),
-            format_bytes(trained.measured_peak_bytes),
+            measured,
             format_us(trained.step_us),
             str(trained.num_recomputed),
             loss,

@@ -8,6 +8,7 @@ is bound to gives the peak exactly, but for workspaces inside kernels, which are
 from __future__ import annotations
 
 import ast
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -19,6 +20,8 @@ from dyngran.compiler.capture import Captured
 from dyngran.compiler.storages import storage_bytes, tensors_of
 from dyngran.passes.errors import UnknownSize
 from dyngran.passes.plan import Plan
+
+log = logging.getLogger("dyngran.accounting")
 
 _ALIASES = frozenset({"reinterpret_tensor", "_reinterpret_tensor", "as_strided", "alloc_from_pool"})
 
@@ -54,7 +57,8 @@ def wrapper_peak(account: WrapperAccount, captured: Captured, plan: Plan) -> int
         kept = {name for name in saved if names[name] in held}
         still_held = sum(captured.problem.values[value].size_bytes for value in held if value not in plan.saved)
         in_backward = _Replay(backward, captured, saved, never_freed=kept).peak()
-    except (UnreadableWrapper, UnknownSize):
+    except (UnreadableWrapper, UnknownSize) as error:
+        log.info("generated code is not accounted for: %s", error)
         return None
     return max(in_forward, in_backward + still_held)
 

@@ -28,6 +28,8 @@ from dyngran.passes.solvers.portfolio import Planner
 
 log = logging.getLogger("dyngran.plan")
 
+FLOOR = -1  # the limit under which the store keeps the plan of least peak: a refusal names a budget that then works
+
 
 class Strategy:
     """Planning of one graph. ``captured`` changes with every compilation, the planner stays while the graph is the same.
@@ -125,7 +127,15 @@ class Strategy:
             saved = recall_saved(self.fingerprint, self.problem, limit, options)
             if saved is not None and (outcome := self.planner.add(saved, "stored")).peak_bytes <= limit:
                 return self._plan_of(outcome, "stored plan")
-        plan = self.planner.solve(limit, solver=options.solver)
+        floor = recall_saved(self.fingerprint, self.problem, FLOOR, options)
+        if floor is not None:
+            self.planner.add(floor, "stored floor")
+        try:
+            plan = self.planner.solve(limit, solver=options.solver)
+        except BudgetTooSmall:
+            least = min(self.planner.frontier(), key=lambda outcome: outcome.peak_bytes)
+            remember_plan(self.fingerprint, self.problem, FLOOR, options, self._plan_of(least, "floor"))
+            raise
         remember_plan(self.fingerprint, self.problem, limit, options, plan)
         return plan
 

@@ -271,7 +271,8 @@ def compile_inductor(
     patches = {**options, "custom_partitioner_fn": _partitioner_class()(partition, uuid)}
     # AOTAutograd's cache is looked up before the joint graph exists and would skip the partitioner: off for our graphs.
     # Inductor's own cache of generated code stays on; it is keyed by the two graphs and by the partitioner's uuid.
-    with functorch_config(enable_autograd_cache=False):
+    # Backward is compiled at once too, so that its code can be accounted for before the first step.
+    with functorch_config(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
         return compile_fx(module, list(inputs), inner_compile=inner, config_patches=patches)  # type: ignore[no-any-return]
 
 

@@ -6,7 +6,7 @@ Answering a budget with the fastest entry that fits makes the answer monotone by
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from dyngran.passes.simulate import Outcome, Simulator
@@ -60,7 +60,8 @@ class Archive:
 class Judge:
     """Simulates saved sets, each once, and archives them together and by solver. Its count of simulations is the unit of work."""
 
-    def __init__(self, simulator: Simulator) -> None:
+    def __init__(self, simulator: Simulator, *, on_simulation: Callable[[], None] = lambda: None) -> None:
+        self._on_simulation = on_simulation
         self.simulator = simulator
         self.archive = Archive()
         self.by_solver: dict[str, Archive] = {}
@@ -74,6 +75,7 @@ class Judge:
             outcome = self.simulator.evaluate_normalized(crossing)
             self._known[crossing] = outcome
             self.num_evaluations += 1
+            self._on_simulation()
             self.archive.add(Entry(outcome, solver))
         self.by_solver.setdefault(solver, Archive()).add(Entry(outcome, solver))
         return outcome

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dyngran.passes.attention_pair import is_attention_backward, with_real_forward
 from dyngran.passes.materialize import InputPool, new_bytes
 from dyngran.passes.measure_cpu import FAILURES, Job, Progress, first_line
 from dyngran.passes.profile_cache import Measurement
@@ -49,6 +50,8 @@ def _measure(job: Job, pool: InputPool, device: torch.device) -> Measurement:
     target, args, kwargs, needed_bytes = job
     pool.trim(needed_bytes)
     real_args, real_kwargs = pool.arguments(target, args, kwargs)
+    if is_attention_backward(target):
+        real_args, real_kwargs = with_real_forward(target, real_args, real_kwargs)
     cuda: Any = torch.cuda  # events and the spin are not annotated
     stream = torch.cuda.current_stream(device)
     target(*real_args, **real_kwargs)  # library handles, their workspaces and algorithm choices are made here

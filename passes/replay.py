@@ -16,6 +16,23 @@ from dyngran.passes.problem import Kind, Problem, Side
 _OUTSIDE, _ELSEWHERE, _READER = 1, 2, 4  # read by an external kernel, read by another loop nest, one unit per reader
 
 
+def _merged(operands: tuple[int, ...], sources_of: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """What an op reads from memory once its operands are inlined, without repetition."""
+    if len(operands) == 2:
+        left, right = sources_of[operands[0]], sources_of[operands[1]]
+        return left + right if len(left) == 1 == len(right) and left != right else tuple(dict.fromkeys(left + right))
+    return tuple(dict.fromkeys([source for read in operands for source in sources_of[read]]))
+
+
+def _is_inlined(flags: int, is_reduction: bool, num_sources: int) -> bool:
+    """Whether a fusible result that stays in its side never reaches memory (as `_Fuser._inlined`)."""
+    if flags & _OUTSIDE:
+        return False
+    if not flags & _ELSEWHERE:
+        return True
+    return not is_reduction and num_sources <= (MAX_INLINE_READS if flags >= 2 * _READER else MAX_ACCUMULATED_READS)
+
+
 @dataclass(slots=True)
 class _Folded:
     """Kernels of a schedule as running lists: bytes born at each, last position of each value, and who may write in place."""
@@ -222,27 +239,13 @@ class FastReplay:
                     again_us += op_cost[index]
                 position += 1
                 continue
-            if len(operands) == 1:
-                sources = sources_of[operands[0]]
-            elif len(operands) == 2:
-                left, right = sources_of[operands[0]], sources_of[operands[1]]
-                sources = left + right if len(left) == 1 == len(right) and left != right else tuple(dict.fromkeys(left + right))
-            else:
-                sources = tuple(dict.fromkeys([source for read in operands for source in sources_of[read]]))
+            sources = sources_of[operands[0]] if len(operands) == 1 else _merged(operands, sources_of)
             born = num_bytes = 0
             is_kernel = False
             for write in writes[index]:
                 if write in available:
                     continue
-                flags = state[write]
-                if not (
-                    flags & _OUTSIDE
-                    or (
-                        flags & _ELSEWHERE
-                        and (reduction[index] or len(sources) > (MAX_INLINE_READS if flags >= 2 * _READER else MAX_ACCUMULATED_READS))
-                    )
-                    or write in held
-                ):
+                if write not in held and _is_inlined(state[write], reduction[index], len(sources)):
                     sources_of[write] = sources
                     continue
                 is_kernel = True

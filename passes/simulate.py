@@ -24,7 +24,10 @@ from dyngran.passes.replay import FastReplay
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one saved set costs. ``peak_bytes`` includes static bytes; ``time_us`` is forward + backward."""
+    """What one saved set costs. ``peak_bytes`` includes static bytes; ``time_us`` is forward + backward.
+
+    ``num_recomputed`` and ``recompute_us`` count ops that run in forward and again in backward, not those that only move to backward.
+    """
 
     saved: frozenset[int]
     peak_bytes: int

@@ -89,7 +89,8 @@ def tight_budget(module: nn.Module, x: Tensor, share: float = 0.7) -> int:
     with pytest.raises(BudgetTooSmall) as refusal:
         compiled(module, budget=1)(x)
     torch._dynamo.reset()
-    return int(refusal.value.least_peak_bytes + share * (free_bytes - refusal.value.least_peak_bytes))
+    least_bytes = refusal.value.least_peak_bytes
+    return int(least_bytes + share * max(0, free_bytes - least_bytes))
 
 
 def check_trains_exactly(module: nn.Module, x: Tensor, *, share: float = 0.7) -> dyngran.Plan:

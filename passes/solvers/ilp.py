@@ -16,8 +16,12 @@ thread, a fixed seed, limits on nodes and gap; the clock is a safety stop.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from math import isinf, isqrt
 from typing import Any
 
@@ -40,7 +44,7 @@ class Limits:
 
     gap: float = 0.005
     max_nodes: int = 2000
-    max_seconds: float = 60.0
+    max_seconds: float = 20.0
 
 
 class _Highs(pulp.HiGHS):  # type: ignore[misc]
@@ -59,9 +63,25 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
         return pulp.LpStatusOptimal, pulp.LpSolutionIntegerFeasible
 
 
+@cache
+def _start_quietly() -> None:
+    """HiGHS 1.16 prints a banner when a process first creates it, before any option can forbid that: send that one to nowhere."""
+    highspy = import_module("highspy")
+    sys.stdout.flush()
+    stdout, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        highspy.Highs()
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        os.close(nowhere)
+
+
 def make_solver(limits: Limits) -> Any:
     """HiGHS through highspy, or the CBC that PuLP ships if highspy is not installed."""
     if pulp.HiGHS(msg=False).available():
+        _start_quietly()
         return _Highs(
             msg=False,
             threads=1,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
 from itertools import combinations, pairwise
 from math import inf
+from time import monotonic
 
 from dyngran.passes.archive import Judge
 from dyngran.passes.classes import value_classes
@@ -27,13 +28,18 @@ GAP_SHARE = 1 / 200  # of the range of peaks: gaps on the frontier that are narr
 
 def work_limit(num_ops: int, *, fused: bool) -> int:
     """Simulations that one search may take: about constant work, for one costs a time linear in the ops, and twice that if they fuse."""
-    return max(200, min(700, (1_600_000 if fused else 2_400_000) // max(num_ops, 1)))
+    return max(300, min(700, (2_000_000 if fused else 2_400_000) // max(num_ops, 1)))
 
 
 class Improver:
-    """Moves over one judge's archive. ``limit`` is how many simulations they may take together."""
+    """Moves over one judge's archive. ``limit`` is how many simulations they may take together.
 
-    def __init__(self, judge: Judge, *, limit: int) -> None:
+    ``max_seconds`` is a safety stop; if it was reached, ``truncated`` is True.
+    """
+
+    def __init__(self, judge: Judge, *, limit: int, max_seconds: float = 120.0) -> None:
+        self.truncated = False
+        self._deadline = monotonic() + max_seconds
         self._judge = judge
         self._problem = judge.simulator.problem
         self._end = judge.num_evaluations + limit
@@ -41,9 +47,13 @@ class Improver:
         simulator = judge.simulator
         sizes = self._problem.values
         self._small = small_values(simulator)
-        groups = value_classes(self._problem, [v for v in simulator.candidates if v not in self._small and sizes[v].size_bytes])
-        largest = sorted(groups, key=lambda group: (-sum(sizes[v].size_bytes for v in group), group))[:MAX_CLASSES]
-        self._classes = [frozenset(group) for group in sorted(largest)]
+        large = [v for v in simulator.candidates if v not in self._small and sizes[v].size_bytes]
+        for num_rounds in (2, 1, 0):
+            groups = value_classes(self._problem, large, num_rounds=num_rounds)
+            if len(groups) <= limit // 4:
+                break
+        by_bytes = sorted(groups, key=lambda group: (-sum(sizes[v].size_bytes for v in group), group))
+        self._classes = [frozenset(group) for group in by_bytes[:MAX_CLASSES]]  # most bytes first
 
     def run(self) -> None:
         """All moves, each with its share of the limit."""
@@ -59,7 +69,9 @@ class Improver:
         self.blend(self._end - self._judge.num_evaluations)
 
     def _left(self, end: int) -> bool:
-        return self._judge.num_evaluations < min(end, self._end)
+        if monotonic() > self._deadline:
+            self.truncated = True
+        return not self.truncated and self._judge.num_evaluations < min(end, self._end)
 
     def _try_all(self) -> None:
         candidates = self._judge.simulator.candidates
@@ -109,7 +121,8 @@ class Improver:
 
     def _follow(self, now: Outcome, gain: _Gain, move: _Move, end: int) -> None:
         heap: list[tuple[float, int]] = []
-        for place, group in enumerate(self._classes):
+        num_groups = max(8, (end - self._judge.num_evaluations) // 2)  # the other half is for following the best
+        for place, group in enumerate(self._classes[:num_groups]):
             if not self._left(end):
                 return
             moved = move(now.saved, group)
@@ -158,7 +171,7 @@ class Improver:
         for value in at_peak[:12]:
             if value in outcome.saved:
                 yield outcome.saved - {value}
-        by_bytes = sorted(self._classes, key=lambda group: sum(self._problem.values[v].size_bytes for v in group))
+        by_bytes = self._classes[::-1]
         for group in by_bytes:
             if not group <= outcome.saved:
                 yield outcome.saved | group

@@ -7,6 +7,7 @@ were asked before, a smaller budget never gives a larger peak or a faster step, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from time import monotonic
 
 from dyngran.passes.archive import Archive, Entry, Judge
 from dyngran.passes.decide import decide
@@ -21,7 +22,7 @@ SOLVERS: tuple[str, ...] = ("auto", "default", "stock", "region", "selective", "
 
 MAX_MUTWO_PLANS = 40  # of the greedy's way, as seeds; solver="mutwo" tries more
 ILP_SHARES = (0.6, 0.3)  # of the default plan's transient: budgets of the programs that seed the search
-MAX_ILP_CANDIDATES = 250  # above it a program takes seconds, and the improved plans were better on every graph tried
+MAX_ILP_CANDIDATES = 250  # above it three programs took 2 to 23 s and moved the frontier by less than other moves did
 ILP_LIMITS = ilp.Limits(gap=0.01, max_nodes=20, max_seconds=10.0)
 
 
@@ -30,16 +31,17 @@ class Planner:
 
     Args:
         problem: what is planned.
-        progress: called with a short line whenever a stage of the search starts.
+        progress: called with a short line whenever a stage of the search starts, and about every second while it lasts.
     """
 
     def __init__(self, problem: Problem, *, progress: Callable[[str], None] | None = None) -> None:
         self.problem = problem
         self.simulator = Simulator(problem)
-        self.judge = Judge(self.simulator)
+        self.judge = Judge(self.simulator, on_simulation=self._tick)
         self.truncated = False
         self._progress = progress or (lambda line: None)
         self._done: set[str] = set()
+        self._stage, self._said_at = "", 0.0
 
     def solve(self, budget_bytes: int | None, *, solver: str = "auto") -> Plan:
         """The fastest known plan whose peak, static bytes included, is at most the budget (None: no limit).
@@ -91,8 +93,10 @@ class Planner:
         if "improve" not in self._done:
             self._done.add("improve")
             limit = work_limit(len(self.problem.ops), fused=self.problem.fused)
-            self._progress(f"planning: improving {len(self.judge.archive)} plans with up to {limit} simulations")
-            Improver(self.judge, limit=limit).run()
+            self._say(f"improving {len(self.judge.archive)} plans with up to {limit} simulations")
+            improver = Improver(self.judge, limit=limit)
+            improver.run()
+            self.truncated |= improver.truncated
         return self.judge.archive
 
     def _run(self, name: str, budget_bytes: int | None) -> None:
@@ -113,9 +117,18 @@ class Planner:
         if stage in self._done:
             return
         self._done.add(stage)
-        self._progress(f"planning: {stage}")
+        self._say(stage)
         for saved in proposed:
             self.judge(saved, solver)
+
+    def _say(self, stage: str) -> None:
+        self._stage, self._said_at = stage, monotonic()
+        self._progress(f"planning: {stage}")
+
+    def _tick(self) -> None:
+        if monotonic() - self._said_at > 1.0:
+            self._said_at = monotonic()
+            self._progress(f"planning: {self._stage} ({self.judge.num_evaluations} plans simulated)")
 
     def _cut_off(self) -> None:
         self.truncated = True

@@ -13,15 +13,21 @@ from dyngran.passes.problem import Problem
 from dyngran.passes.regions import Crossings, even_boundaries, find_crossings, find_separators, label_boundaries
 from dyngran.passes.simulate import Simulator
 
-BARE_OPS = 1000  # above it small values are always kept: they never cost what they spare
-SMALL_SHARE = 1 / 1000  # of the bytes the default plan saves: what is smaller breaks chains for almost nothing
+HEAD_OPS = 1000  # above it the variants with a saved head are left to the improving moves, which find them
+SMALL_SHARE = 0.005  # of the bytes the default plan saves: all small values together take no more
 
 
 def small_values(simulator: Simulator) -> frozenset[int]:
-    """Candidates that are small beside what the default plan saves."""
+    """The smallest candidates, as many as together are small beside what the default plan saves: they break chains for almost nothing."""
     values = simulator.problem.values
-    total = sum(values[value].size_bytes for value in simulator.default_saved)
-    return frozenset(value for value in simulator.candidates if values[value].size_bytes <= total * SMALL_SHARE)
+    room = SMALL_SHARE * sum(values[value].size_bytes for value in simulator.default_saved)
+    small: set[int] = set()
+    for value in sorted(simulator.candidates, key=lambda value: (values[value].size_bytes, value)):
+        room -= values[value].size_bytes
+        if room < 0:
+            break
+        small.add(value)
+    return frozenset(small)
 
 
 def boundary_families(problem: Problem, crossings: Crossings) -> Iterator[tuple[int, ...]]:
@@ -62,8 +68,7 @@ def propose(simulator: Simulator, *, budget_bytes: int | None = None) -> Iterato
     for boundaries in boundary_families(problem, crossings):
         kept: frozenset[int] = frozenset().union(*(crossings.at(boundary) for boundary in boundaries))
         head = frozenset(value for value in default if position.get(value, -1) > boundaries[-1])
-        if not small or num_ops <= BARE_OPS:
-            yield kept
+        yield kept
         yield kept | small
-        if head - kept:
+        if num_ops <= HEAD_OPS and head - kept:
             yield kept | small | head
