@@ -31,6 +31,7 @@ from models import CASES, Case
 from torch import Tensor, nn
 
 from dyngran.errors import DyngranError
+from dyngran.passes.errors import format_bytes
 
 ROW = "@@row "
 NUM_LOSS_STEPS = 10  # every configuration reports its loss after this many steps
@@ -130,7 +131,8 @@ def one(args: argparse.Namespace) -> int:
     try:
         return run_one(args, row, Trainer(case, batch=batch, device=device, backend=backend, options=options))
     except (RuntimeError, ValueError, DyngranError) as error:  # out of memory, a budget that is refused: a result, written down as such
-        emit({**row, "status": type(error).__name__, "error": str(error)[:600], "least_peak_bytes": getattr(error, "least_peak_bytes", None)})
+        least_bytes = getattr(error, "least_peak_bytes", None)
+        emit({**row, "status": type(error).__name__, "error": str(error)[:600], "least_peak_bytes": least_bytes})
         return 1
 
 
@@ -168,7 +170,8 @@ def commit() -> str:
     if name := os.environ.get("DYNGRAN_COMMIT"):
         return name
     try:
-        found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return "unknown"
     return found.stdout.strip() or "unknown"
@@ -218,17 +221,19 @@ class Worker:
 def shown(row: Row) -> str:
     """One line for a person: what was allowed, predicted, measured, and how long a step took."""
 
-    def gib(name: str) -> str:
+    def amount(name: str) -> str:
         value = row.get(name)
-        return f"{value / 2**30:6.2f}" if isinstance(value, int) else "     -"
+        return format_bytes(value) if isinstance(value, int) else "-"
 
     times = f"step {row.get('step_ms', '-')} ms  busy {row.get('device_busy_ms', '-')} ms  compile {row.get('compile_s', '-')} s"
-    peaks = f"budget {gib('budget_bytes')}  predicted {gib('predicted_peak_bytes')}  measured {gib('measured_peak_bytes')} GiB"
+    peaks = (
+        f"budget {amount('budget_bytes'):>10}  predicted {amount('predicted_peak_bytes'):>10}  measured {amount('measured_peak_bytes'):>10}"
+    )
     return f"{row['model']:10} {row['config']:6} {row['status']:8} {peaks}  {times}  loss {row.get('loss', '-')}"
 
 
 def fit(args: argparse.Namespace, model: str) -> None:
-    """All configurations of one model: stock first (budgets are shares of its peak), dyngran's free plan (fills the cost cache), the rest."""
+    """All configurations of one model: stock (budgets are shares of its peak), dyngran's free plan (fills the cost cache), the rest."""
     waiting: list[Worker] = []
     try:
         stock = Worker(args, model, "stock", budget_bytes=None, batch_factor=1.0)

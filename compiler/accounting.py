@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ast
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any, Union
 
 import torch
 from torch import fx
@@ -24,6 +25,9 @@ from dyngran.passes.plan import Plan
 log = logging.getLogger("dyngran.accounting")
 
 _ALIASES = frozenset({"reinterpret_tensor", "_reinterpret_tensor", "as_strided", "alloc_from_pool"})
+
+
+_Tree = Union[tuple[int, ...], "list[_Tree]"]  # storages of a result, nested as the result is
 
 
 class UnreadableWrapper(Exception):
@@ -49,14 +53,12 @@ def wrapper_peak(account: WrapperAccount, captured: Captured, plan: Plan) -> int
     forward, backward = account.single(is_backward=False), account.single(is_backward=True)
     if forward is None or backward is None:
         return None
+    held = captured.problem.forward_outputs
+    kept = frozenset(node.name for value, node in enumerate(captured.nodes) if node is not None and value in held and value in plan.saved)
+    still_held = sum(captured.problem.values[value].size_bytes for value in held if value not in plan.saved)
     try:
-        names = {node.name: value for value, node in enumerate(captured.nodes) if node is not None}
-        held = captured.problem.forward_outputs
-        saved = {name: captured.problem.values[value].size_bytes for name, value in names.items() if value in plan.saved}
-        in_forward = _Replay(forward, captured, {}).peak()
-        kept = {name for name in saved if names[name] in held}
-        still_held = sum(captured.problem.values[value].size_bytes for value in held if value not in plan.saved)
-        in_backward = _Replay(backward, captured, saved, never_freed=kept).peak()
+        in_forward = _Replay(forward, captured, never_freed=frozenset()).peak()
+        in_backward = _Replay(backward, captured, never_freed=kept).peak()
     except (UnreadableWrapper, UnknownSize) as error:
         log.info("generated code is not accounted for: %s", error)
         return None
@@ -64,23 +66,25 @@ def wrapper_peak(account: WrapperAccount, captured: Captured, plan: Plan) -> int
 
 
 class _Replay:
-    """Replays one wrapper. ``inputs`` are the bytes of arguments that die as they are consumed; other arguments belong to the caller."""
+    """Replays one wrapper. Primals and tangents belong to the caller; what else backward is given dies as it is consumed."""
 
-    def __init__(
-        self, code: torch_private.GeneratedCode, captured: Captured, inputs: dict[str, int], never_freed: Iterable[str] = ()
-    ) -> None:
-        self._captured = captured
+    def __init__(self, code: torch_private.GeneratedCode, captured: Captured, *, never_freed: frozenset[str]) -> None:
         self._device = captured.device
         self._placeholders = [node for node in code.graph.graph.nodes if node.op == "placeholder"]
-        self._inputs = inputs
-        self._never_freed = set(never_freed)
+        self._is_backward = code.is_backward
+        self._primals = {node.name for node in captured.joint.module.graph.nodes if node.op == "placeholder" and torch_private.is_primal(node)}
+        self._never_freed = never_freed
         self._body = _call_body(code.source)
         self._size_of: dict[int, int] = {}
         self._bound: dict[str, tuple[int, ...]] = {}
-        self._members: dict[str, list[tuple[int, ...]]] = {}
+        self._members: dict[str, _Tree] = {}
         self._symbols: dict[str, int] = {}
         self._unused = _by_target(code.graph)
         self._workspace = {op.name: op.workspace_bytes for op in captured.problem.ops if op.workspace_bytes}
+        sizes = captured.problem.values
+        self._like = {  # for ops that a rewriter wrapped: the same target with the same bytes of results has the same workspace
+            (op.target, sum(sizes[write].size_bytes for write in op.writes)): op.workspace_bytes for op in captured.problem.ops if op.workspace_bytes
+        }
 
     def peak(self) -> int:
         highest = 0
@@ -129,10 +133,8 @@ class _Replay:
             value = node.meta.get("val")
             if isinstance(value, (torch.SymInt, int)):
                 self._symbols[name] = torch_private.size_hint(value)
-            size = self._inputs.get(node.name, 0)
-            if torch_private.is_tangent(node) and isinstance(value, torch.Tensor):
-                size = storage_bytes(value, self._device)
-            storages = self._new(size)
+            is_planned = self._is_backward and node.name not in self._primals and isinstance(value, torch.Tensor)
+            storages = self._new(storage_bytes(value, self._device) if is_planned else 0)
             self._bound[name] = storages
             if node.name in self._never_freed or torch_private.is_tangent(node):
                 self._bound[f"held {name}"] = storages
@@ -149,14 +151,22 @@ class _Replay:
             if value.id in self._members:
                 self._members[name] = self._members[value.id]
             return self._bound.get(value.id, ()), 0
-        if isinstance(value, ast.Subscript) and isinstance(value.value, ast.Name):
-            members = self._members.get(value.value.id)
-            if members is not None and isinstance(value.slice, ast.Constant) and isinstance(value.slice.value, int):
-                return members[value.slice.value], 0
-            return self._bound.get(value.value.id, ()), 0
+        if isinstance(value, ast.Subscript):
+            tree = self._member(value)
+            if isinstance(tree, list):
+                self._members[name] = tree
+            return _leaves(tree), 0
         if isinstance(value, ast.Call):
             return self._call(name, value)
         return (), 0
+
+    def _member(self, value: ast.expr) -> _Tree:
+        if isinstance(value, ast.Name):
+            return self._members.get(value.id, self._bound.get(value.id, ()))
+        if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Constant) and isinstance(value.slice.value, int):
+            tree = self._member(value.value)
+            return tree[value.slice.value] if isinstance(tree, list) else tree
+        raise UnreadableWrapper(f"{ast.unparse(value)}")
 
     def _call(self, name: str, call: ast.Call) -> tuple[tuple[int, ...], int]:
         function = ast.unparse(call.func)
@@ -204,13 +214,23 @@ class _Replay:
         node = self._take(function)
         if node is None:
             raise UnreadableWrapper(f"{function} is not in the graph")
-        value = node.meta.get("val")
-        workspace = self._workspace.get(node.name, 0)
+        tree = self._allocate(_result_of(node))
+        if isinstance(tree, list):
+            self._members[name] = tree
+        return _leaves(tree), self._workspace_at(node, tree)
+
+    def _workspace_at(self, node: fx.Node, tree: _Tree) -> int:
+        wrapped = next((arg for arg in node.args if isinstance(arg, torch._ops.OpOverload)), None)
+        if wrapped is None:
+            return self._workspace.get(node.name, 0)
+        results = tree[1] if isinstance(tree, list) and len(tree) == 2 and isinstance(tree[1], list) else tree
+        num_bytes = sum(self._size_of[storage] for storage in _leaves(results))
+        return self._like.get((str(wrapped), num_bytes), 0)
+
+    def _allocate(self, value: Any) -> _Tree:
         if isinstance(value, (tuple, list)):
-            members = [self._new(sum(storage_bytes(tensor, self._device) for tensor in tensors_of(item))) for item in value]
-            self._members[name] = members
-            return tuple(storage for member in members for storage in member), workspace
-        return self._new(sum(storage_bytes(tensor, self._device) for tensor in tensors_of(value))), workspace
+            return [self._allocate(item) for item in value]
+        return self._new(sum(storage_bytes(tensor, self._device) for tensor in tensors_of(value)))
 
     def _take(self, function: str) -> fx.Node | None:
         """The next node of this target that no line has been matched with."""
@@ -253,5 +273,20 @@ def _by_target(graph: fx.GraphModule) -> dict[str, list[fx.Node]]:
     for node in graph.graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload):
             found.setdefault(node.target._schema.name.split("::")[1], []).append(node)
+        elif isinstance(node.target, torch_private.HIGHER_ORDER_TYPE):
+            found.setdefault(node.target.name(), []).append(node)
     return found
 
+
+def _result_of(node: fx.Node) -> Any:
+    """A node's value; for nodes that a rewriter added without one, what its getitems say of its members."""
+    if "val" in node.meta:
+        return node.meta["val"]
+    members = {user.args[1]: _result_of(user) for user in node.users if torch_private.is_getitem(user)}
+    return [members.get(position) for position in range(max(members, default=-1) + 1)]  # type: ignore[type-var]  # getitem takes ints
+
+
+def _leaves(tree: _Tree) -> tuple[int, ...]:
+    if isinstance(tree, list):
+        return tuple(storage for item in tree for storage in _leaves(item))
+    return tree

@@ -33,6 +33,7 @@ def partition(captured: Captured, saved: Iterable[int]) -> tuple[fx.GraphModule,
         num_fwd_outputs=captured.joint.num_fwd_outputs,
         static_lifetime_nodes=captured.node_info.static_lifetime_input_nodes,  # type: ignore[attr-defined]  # torch's NodeInfo
     )
+    _drop_unread_random(backward)
     forward, backward = _replay_random(captured, forward, backward, len(symbols))
     backward = delay_recompute(backward, is_root=lambda node: torch_private.is_tangent(node) or torch_private.must_be_in_backward(node) or _is_mutation(node))
     _check_no_pinned_twice(captured, forward, backward)
@@ -47,6 +48,16 @@ def _forward_symbols(captured: Captured) -> list[fx.Node]:
         for node in captured.joint.module.graph.nodes
         if torch_private.is_sym_node(node) and node not in closure and not torch_private.is_assert_only(node)
     ]
+
+
+def _drop_unread_random(backward: fx.GraphModule) -> None:
+    """Extraction leaves random ops whose result was saved: torch takes drawing numbers for an effect. Here nobody reads them."""
+
+    def is_needed(node: fx.Node) -> bool:
+        return node.op in ("placeholder", "output") or (node.is_impure() and not torch_private.is_random(node))
+
+    backward.graph.eliminate_dead_code(is_impure_node=is_needed)
+    backward.recompile()
 
 
 def _replay_random(captured: Captured, forward: fx.GraphModule, backward: fx.GraphModule, num_symbols: int) -> tuple[fx.GraphModule, fx.GraphModule]:

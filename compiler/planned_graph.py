@@ -116,7 +116,7 @@ class PlannedGraph:
                     raise refusal[0]
             if self._fits(account):
                 return run
-        raise self._too_small()
+        raise self._refusal()
 
     def _generate(self, module: fx.GraphModule, inputs: Sequence[Any], cut: torch_private.Partitioner, account: WrapperAccount) -> Callable[..., Any]:
         around = self.observer.around
@@ -179,13 +179,13 @@ class PlannedGraph:
         self.observer.expect(self.device, static_bytes=self._held_bytes, peak_bytes=self.plan.peak_bytes)
         return self.budget_bytes is None or self.plan.peak_bytes <= self.budget_bytes
 
-    def _too_small(self) -> BudgetTooSmall:
+    def _refusal(self) -> BudgetTooSmall:
         assert self.plan is not None and self.budget_bytes is not None and self.strategy is not None
         return BudgetTooSmall(
             budget_bytes=self.budget_bytes,
-            least_peak_bytes=self.plan.peak_bytes,
+            least_peak_bytes=self.strategy.least_known_bytes() + self._held_bytes + self.strategy.margin_bytes,
             pinned=self.strategy.pinned_at_peak(self.plan),
-            hint="This is what the generated code of the tightest plan tried needs.",
+            hint=f"Code of {MAX_COMPILES} plans was generated and each needs more. Raise the budget or lower the batch size.",
         )
 
     def static_of(self, kinds: tuple[Kind, ...]) -> int:

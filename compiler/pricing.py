@@ -9,11 +9,13 @@ import torch
 from torch import fx
 
 from dyngran.compiler.loops import LoopKind, loop_kind
+from dyngran.compiler.storages import storage_bytes, tensors_of
 from dyngran.passes.costs import roofline_us
 from dyngran.passes.devices import DeviceSpec, find_device, match_device
 from dyngran.passes.host import measure_card_spec, measure_host_spec
 from dyngran.passes.profile import OpProfiler, Request
 from dyngran.passes.profile_cache import Measurement, ProfileCache
+from dyngran.runtime.memory import device_memory
 
 
 def device_spec(device: torch.device, name: str | None) -> DeviceSpec:
@@ -32,12 +34,25 @@ def price_nodes(
 
     ``limit_bytes``: what profiling itself may allocate. ``measure`` False prices everything by the roofline.
     """
-    profiled = [node for node in nodes if not (fused and loop_kind(node) is not LoopKind.NONE)]
+    profiled = [node for node in nodes if not (fused and _is_generated(node))]
     if measure and profiled:
         progress(f"measuring {len(profiled)} operators")
+    if limit_bytes is not None and any(_result_bytes(node, device) > limit_bytes for node in profiled):
+        limit_bytes = device_memory(device).free_bytes // 2  # no plan can fit: measure, so that the refusal names the true least peak
     profiler = OpProfiler(spec, device if measure else None, cache=ProfileCache.default(), limit_bytes=limit_bytes)
     prices = dict(zip(profiled, profiler.measure_all([_request(node) for node in profiled]), strict=True))
     return [prices[node] if node in prices else _by_bytes(node, spec) for node in nodes]
+
+
+def _is_generated(node: fx.Node) -> bool:
+    """Inductor writes this kernel itself: running the op alone would measure something else (for ``prims``, Python)."""
+    if loop_kind(node) is not LoopKind.NONE:
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("prims", "inductor")
+
+
+def _result_bytes(node: fx.Node, device: torch.device) -> int:
+    return sum(storage_bytes(tensor, device) for tensor in tensors_of(node.meta.get("val")))
 
 
 def _request(node: fx.Node) -> Request:
@@ -45,9 +60,9 @@ def _request(node: fx.Node) -> Request:
 
 
 def _by_bytes(node: fx.Node, spec: DeviceSpec) -> Measurement:
-    """A loop that will be fused: its own price matters only where the simulator prices op by op."""
+    """A kernel that Inductor will generate: its own price matters only where the simulator prices op by op."""
     cost_us = roofline_us(node.target, _values(node.args), node.meta.get("val"), spec, kwargs=dict(_values(node.kwargs)))
-    return Measurement(cost_us=cost_us, workspace_bytes=0, source="roofline: fused with its neighbours")
+    return Measurement(cost_us=cost_us, workspace_bytes=0, source="roofline: generated code")
 
 
 def _values(arguments: Any) -> Any:

@@ -45,10 +45,9 @@ def resolve_budget(budget: Budget | None, device: torch.device) -> int | None:
 
 
 def profiling_limit(budget: Budget | None, static: StaticMemory, device: torch.device) -> int | None:
-    """Bytes that profiling may allocate: half of what the budget, and the device, leave beside what is held already."""
+    """Bytes that profiling may allocate: what the budget leaves beside what is held already; without a budget half of the free device."""
     limit = resolve_budget(budget, device)
-    room = device_memory(device).free_bytes if limit is None else limit - static.total_bytes
-    return max(0, room // 2)
+    return device_memory(device).free_bytes // 2 if limit is None else max(0, limit - static.total_bytes)
 
 
 def measure_static(inputs: Sequence[Any], device: torch.device) -> StaticMemory:

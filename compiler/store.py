@@ -1,23 +1,30 @@
-"""dyngran's own store of plans: a warm start finds its plan without searching. One plan file per problem, limit and options."""
+"""dyngran's own store: what was planned, and what generated code turned out to need, survives the process.
+
+One small JSON file per problem: the saved set chosen for each limit, and the transient peak of each saved set whose code was generated.
+A warm start finds its plan without searching, and a refusal's least peak can be relied on. Loading reads data and never runs code.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
+import os
+import secrets
 from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from dyngran.compiler.options import Options
-from dyngran.compiler.planfile import PlanDocument, load_plan, save_plan
 from dyngran.compiler.version import VERSION
-from dyngran.passes.errors import PlanFileError
-from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Problem
 from dyngran.passes.profile_cache import default_cache_dir
 
 log = logging.getLogger("dyngran.store")
+
+MAX_ENTRIES = 64  # of each kind per problem; the oldest go first
 
 
 def options_key(options: Options) -> str:
@@ -27,33 +34,74 @@ def options_key(options: Options) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:40]
 
 
-def _key(mark: str, problem: Problem, limit_bytes: int | None, options: Options) -> str:
-    """Everything that decides a plan: version, graph in its own order, costs, limit, options."""
-    graph = [[op.target, op.side.value, op.reads, op.writes, round(op.cost_us, 3), op.workspace_bytes, op.pinned] for op in problem.ops]
+def store_key(mark: str, problem: Problem, options: Options) -> str:
+    """Everything that decides a plan but the limit: versions, the graph in its own order, thresholds, code generator and its options.
+
+    Costs are left out: they are measured, and a plan that was good for last week's measurement is good for today's.
+    """
+    graph = [[op.target, op.side.value, op.reads, op.writes, op.workspace_bytes, op.pinned, op.fusible] for op in problem.ops]
     sizes = [[value.size_bytes, value.kind.value] for value in problem.values]
-    text = json.dumps([VERSION, torch.__version__, mark, graph, sizes, problem.total_static_bytes, problem.keep_below_bytes, limit_bytes, options_key(options)])
+    how = [options.codegen.value, options.mode, sorted((name, repr(value)) for name, value in options.inductor.items())]
+    text = json.dumps([VERSION, torch.__version__, mark, graph, sizes, problem.keep_below_bytes, how])
     return hashlib.sha256(text.encode()).hexdigest()[:40]
 
 
-def recall_saved(mark: str, problem: Problem, limit_bytes: int | None, options: Options) -> frozenset[int] | None:
-    """The saved set that was chosen for exactly this question before; None if there is none that can be read."""
-    path = default_cache_dir() / "plans" / f"{_key(mark, problem, limit_bytes, options)}.json"
-    if not path.exists():
-        return None
+def recall_saved(key: str, limit_bytes: int) -> frozenset[int] | None:
+    """The saved set that was chosen for this limit before."""
+    found = _read(key)["saved"].get(str(limit_bytes))
+    return None if found is None else frozenset(found)
+
+
+def remember_saved(key: str, limit_bytes: int, saved: frozenset[int]) -> None:
+    content = _read(key)
+    content["saved"][str(limit_bytes)] = sorted(saved)
+    _write(key, content)
+
+
+def recall_transients(key: str) -> dict[frozenset[int], int]:
+    """Transient peak in bytes by generated code, per saved set."""
+    return {frozenset(saved): transient for saved, transient in _read(key)["transients"]}
+
+
+def remember_transient(key: str, saved: frozenset[int], transient_bytes: int) -> None:
+    content = _read(key)
+    others = [entry for entry in content["transients"] if frozenset(entry[0]) != saved]
+    content["transients"] = [*others, [sorted(saved), transient_bytes]]
+    _write(key, content)
+
+
+def _path(key: str) -> Path:
+    return default_cache_dir() / "plans" / f"{key}.json"
+
+
+def _read(key: str) -> dict[str, Any]:
+    empty: dict[str, Any] = {"saved": {}, "transients": []}
     try:
-        document = load_plan(path)
-    except PlanFileError as error:
-        log.info("stored plan is not used: %s", error)
-        return None
-    return document.plan.saved if document.fingerprint == mark else None
+        content = json.loads(_path(key).read_text())
+    except (OSError, ValueError):
+        return empty
+    return content if isinstance(content, dict) and _is_well_formed(content) else empty
 
 
-def remember_plan(mark: str, problem: Problem, limit_bytes: int | None, options: Options, plan: Plan) -> None:
-    """Keep a plan for the next start. A store that cannot be written costs a search, never an error."""
-    path = default_cache_dir() / "plans" / f"{_key(mark, problem, limit_bytes, options)}.json"
-    document = PlanDocument(plan=plan, fingerprint=mark, codegen=options.codegen.value, torch_version=torch.__version__, device="")
+def _is_well_formed(content: dict[str, Any]) -> bool:
+    saved, transients = content.get("saved"), content.get("transients")
+    if not isinstance(saved, dict) or not isinstance(transients, list):
+        return False
+    sets = [*saved.values(), *(entry[0] for entry in transients if isinstance(entry, list) and len(entry) == 2)]
+    return all(isinstance(one, list) and all(isinstance(value, int) for value in one) for one in sets) and all(
+        isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], int) for entry in transients
+    )
+
+
+def _write(key: str, content: dict[str, Any]) -> None:
+    """Replace the file in one move. A store that cannot be written costs a search, never an error."""
+    content["saved"] = dict(list(content["saved"].items())[-MAX_ENTRIES:])
+    content["transients"] = content["transients"][-MAX_ENTRIES:]
+    path = _path(key)
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_plan(path, document)
+        temporary.write_text(json.dumps(content))
+        os.replace(temporary, path)
     except OSError as error:
-        log.info("plan is not stored: %s", error)
+        log.info("the plan store cannot be written: %s", error)

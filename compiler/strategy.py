@@ -17,7 +17,7 @@ from dyngran.compiler.planfile import load_plan
 from dyngran.compiler.pricing import device_spec, price_nodes
 from dyngran.compiler.static_memory import measure_static, profiling_limit
 from dyngran.compiler.storages import planned_device
-from dyngran.compiler.store import recall_saved, remember_plan
+from dyngran.compiler.store import recall_saved, recall_transients, remember_saved, remember_transient, store_key
 from dyngran.passes.decide import decide
 from dyngran.passes.errors import BudgetTooSmall, PlanMismatch, format_bytes
 from dyngran.passes.fingerprint import fingerprint
@@ -28,8 +28,6 @@ from dyngran.passes.solvers.portfolio import Planner
 
 log = logging.getLogger("dyngran.plan")
 
-FLOOR = -1  # the limit under which the store keeps the plan of least peak: a refusal names a budget that then works
-
 
 class Strategy:
     """Planning of one graph. ``captured`` changes with every compilation, the planner stays while the graph is the same.
@@ -37,6 +35,7 @@ class Strategy:
     Attributes:
         margin_bytes: by how much measured peaks were above accounted ones.
         correction_bytes: by how much the generated code needs more than the simulator said, for the last plan.
+        accounted: peak with the problem's static bytes by generated code, per saved set.
     """
 
     def __init__(self, captured: Captured, options: Options, mark: str) -> None:
@@ -46,6 +45,11 @@ class Strategy:
         self.planner = Planner(captured.problem, progress=log.info)
         self.margin_bytes = 0
         self.correction_bytes = 0
+        self.store_key = store_key(mark, captured.problem, options)
+        static = captured.problem.total_static_bytes
+        self.accounted = {saved: static + transient for saved, transient in recall_transients(self.store_key).items()}
+        for saved in self.accounted:
+            self.planner.add(saved, "stored")
         self.free: Outcome = self.planner.add(self._stock_saved(), "stock")
 
     @classmethod
@@ -105,7 +109,7 @@ class Strategy:
         ``tight`` asks for the plan that leaves most to the graphs that follow in the same step.
         Raises BudgetTooSmall with the least peak of the whole step; PlanMismatch if a plan file was made for another graph.
         """
-        extra = held_bytes - self.problem.total_static_bytes + self.margin_bytes + self.correction_bytes
+        extra = held_bytes - self.problem.total_static_bytes + self.margin_bytes
         limit = None if budget_bytes is None else budget_bytes - extra
         try:
             plan = self._choose(limit, tight=tight)
@@ -113,36 +117,46 @@ class Strategy:
             raise BudgetTooSmall(
                 budget_bytes=budget_bytes or 0, least_peak_bytes=error.least_peak_bytes + extra, pinned=error.pinned, hint=error.hint
             ) from None
-        return replace(plan, budget_bytes=budget_bytes, peak_bytes=plan.peak_bytes + extra, static_bytes=held_bytes)
+        return replace(plan, budget_bytes=budget_bytes, peak_bytes=self._peak_of(plan.saved) + extra, static_bytes=held_bytes)
+
+    def _peak_of(self, saved: frozenset[int]) -> int:
+        """Peak by generated code where that is known, else the simulator's, moved by what generated code of another plan needed."""
+        known = self.accounted.get(saved)
+        return self.simulator.evaluate(saved).peak_bytes + max(0, self.correction_bytes) if known is None else known
 
     def _choose(self, limit: int | None, *, tight: bool) -> Plan:
-        options = self.options
-        if options.plan is not None:
+        if self.options.plan is not None:
             return self._from_file(limit)
-        if options.solver == "auto":
-            if limit is None or self.free.peak_bytes <= limit:
-                return self._plan_of(self.free, "stock")
-            if tight:
-                return self._tightest(limit)
-            saved = recall_saved(self.fingerprint, self.problem, limit, options)
-            if saved is not None and (outcome := self.planner.add(saved, "stored")).peak_bytes <= limit:
+        if self.options.solver != "auto":
+            return self.planner.solve(limit, solver=self.options.solver)
+        if limit is None or self._peak_of(self.free.saved) <= limit:
+            return self._plan_of(self.free, "stock")
+        saved = recall_saved(self.store_key, limit)
+        if saved is not None and not tight:
+            outcome = self.planner.add(saved, "stored")
+            if self._peak_of(saved) <= limit:
                 return self._plan_of(outcome, "stored plan")
-        floor = recall_saved(self.fingerprint, self.problem, FLOOR, options)
-        if floor is not None:
-            self.planner.add(floor, "stored floor")
-        try:
-            plan = self.planner.solve(limit, solver=options.solver)
-        except BudgetTooSmall:
-            least = min(self.planner.frontier(), key=lambda outcome: outcome.peak_bytes)
-            remember_plan(self.fingerprint, self.problem, FLOOR, options, self._plan_of(least, "floor"))
-            raise
-        remember_plan(self.fingerprint, self.problem, limit, options, plan)
+        outcomes = self.planner.frontier()
+        fitting = [outcome for outcome in outcomes if self._peak_of(outcome.saved) <= limit]
+        if not fitting:
+            return self._last_resort(limit, outcomes)
+        if tight:
+            return self._plan_of(min(fitting, key=lambda outcome: (outcome.saved_bytes, outcome.time_us)), "tightest")
+        plan = self._plan_of(min(fitting, key=lambda outcome: (outcome.time_us, outcome.peak_bytes)), "portfolio")
+        remember_saved(self.store_key, limit, plan.saved)
         return plan
 
-    def _tightest(self, limit: int) -> Plan:
-        self.planner.solve(limit)
-        fitting = [outcome for outcome in self.planner.frontier() if outcome.peak_bytes <= limit]
-        return self._plan_of(min(fitting, key=lambda outcome: (outcome.saved_bytes, outcome.time_us)), "tightest")
+    def _last_resort(self, limit: int, outcomes: Sequence[Outcome]) -> Plan:
+        """Nothing fits by what is known. The plan of least peak gets its code generated once, so that a refusal says what is true."""
+        least = min(outcomes, key=lambda outcome: outcome.peak_bytes)
+        if self.problem.fused and least.saved not in self.accounted:
+            return self._plan_of(least, "least peak")
+        try:
+            self.planner.solve(min(limit, least.peak_bytes - 1))
+        except BudgetTooSmall as error:
+            known = min((self._peak_of(outcome.saved) for outcome in outcomes if not self.problem.fused or outcome.saved in self.accounted))
+            raise BudgetTooSmall(budget_bytes=limit, least_peak_bytes=known, pinned=error.pinned, hint=error.hint) from None
+        raise AssertionError("the planner found a plan below its least peak")
 
     def _plan_of(self, outcome: Outcome, solver: str) -> Plan:
         return decide(self.simulator, outcome, budget_bytes=None, solver=solver, fastest_us=self.free.time_us)
@@ -170,10 +184,16 @@ class Strategy:
         return self._plan_of(outcome, f"file, {document.plan.solver}")
 
     def account(self, plan: Plan, transient_bytes: int) -> Plan:
-        """The plan with the peak that its generated code really needs; the difference tightens the next attempt."""
-        simulated = self.planner.add(plan.saved, plan.solver).peak_bytes - self.problem.total_static_bytes
-        self.correction_bytes = transient_bytes - simulated
+        """The plan with the peak that its generated code really needs; what that differs by moves the guess for plans without code."""
+        static = self.problem.total_static_bytes
+        self.accounted[plan.saved] = static + transient_bytes
+        self.correction_bytes = static + transient_bytes - self.simulator.evaluate(plan.saved).peak_bytes
+        remember_transient(self.store_key, plan.saved, transient_bytes)
         return replace(plan, peak_bytes=plan.static_bytes + transient_bytes + self.margin_bytes)
+
+    def least_known_bytes(self) -> int:
+        """Least transient peak of any plan whose code was generated."""
+        return min(self.accounted.values()) - self.problem.total_static_bytes
 
     def notes_of(self, plan: Plan) -> list[str]:
         """Sentences for `explain`."""

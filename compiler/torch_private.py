@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils.checkpoint import CheckpointPolicy
 
 Boxed = Callable[[list[Any]], Any]
@@ -268,7 +269,7 @@ def compile_inductor(
             compiled.current_callable = around(compiled.current_callable, is_backward)
         return compiled
 
-    patches = {**options, "custom_partitioner_fn": _partitioner_class()(partition, uuid)}
+    patches = {**options, "custom_partitioner_fn": DyngranPartitioner(partition, uuid)}
     # AOTAutograd's cache is looked up before the joint graph exists and would skip the partitioner: off for our graphs.
     # Inductor's own cache of generated code stays on; it is keyed by the two graphs and by the partitioner's uuid.
     # Backward is compiled at once too, so that its code can be accounted for before the first step.
@@ -324,30 +325,23 @@ def tracing_again(inputs: Sequence[Any]) -> Iterator[None]:
         yield
 
 
-_PARTITIONER_CLASS: type[Any] | None = None
+class DyngranPartitioner(CustomPartitionerFn):  # type: ignore[misc]  # torch ships no types for it
+    """Inductor's door for a partitioner; the uuid makes its caches tell our plans apart."""
 
+    def __init__(self, partition: Partitioner | None, uuid: str) -> None:
+        self._partition = partition
+        self._uuid = uuid
 
-def _partitioner_class() -> type[Any]:
-    global _PARTITIONER_CLASS
-    if _PARTITIONER_CLASS is None:
-        from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        kwargs.pop("compiler", None)
+        assert self._partition is not None  # only a copy out of a cache key has none
+        return self._partition(gm, joint_inputs, **kwargs)
 
-        class DyngranPartitioner(CustomPartitionerFn):  # type: ignore[misc]  # torch ships no types for it
-            """Inductor's door for a partitioner; the uuid makes its caches tell our plans apart."""
+    def uuid(self) -> str:
+        return self._uuid
 
-            def __init__(self, partition: Partitioner, uuid: str) -> None:
-                self._partition = partition
-                self._uuid = uuid
-
-            def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-                kwargs.pop("compiler", None)
-                return self._partition(gm, joint_inputs, **kwargs)
-
-            def uuid(self) -> str:
-                return self._uuid
-
-        _PARTITIONER_CLASS = DyngranPartitioner
-    return _PARTITIONER_CLASS
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (DyngranPartitioner, (None, self._uuid))
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from dyngran.passes.signature import OpSignature, concrete, tensors_of
 
 MEASURE_FROM_BYTES = 4096  # a smaller call has no workspace that could matter and costs one launch
 LIMIT_S = 3.0
+DOES_NOT_FIT = "does not fit the budget"
 
 _T = TypeVar("_T")
 
@@ -127,7 +128,7 @@ class OpProfiler:
         if num_bytes < MEASURE_FROM_BYTES:
             return "small"
         if self.limit_bytes is not None and num_bytes > self.limit_bytes:
-            return "does not fit the budget"
+            return DOES_NOT_FIT
         return None
 
     def _roofline(self, request: Request, reason: str) -> Measurement:

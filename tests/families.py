@@ -20,7 +20,7 @@ Made = tuple[nn.Module, tuple[Tensor, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One family. ``make(checkpoint=..., small=...)`` builds a seeded module and its inputs; ``small`` is for slow code generators.
+    """One family. ``make(checkpoint=..., shallow=...)`` builds a seeded module and its inputs; ``shallow`` means fewer layers.
 
     Attributes:
         random: the step draws random numbers (dropout masks).
@@ -331,37 +331,37 @@ class DenseBlock(nn.Module):
         return x
 
 
-def _mlp(*, checkpoint: bool = False, small: bool = False) -> Made:
+def _mlp(*, checkpoint: bool = False, shallow: bool = False) -> Made:
     torch.manual_seed(0)
-    num_rows, num_blocks = (64, 3) if small else (512, 6)
+    num_blocks = 3 if shallow else 6
     blocks = Blocks([MlpBlock(128, 4) for _ in range(num_blocks)], checkpoint=checkpoint)
-    return Regressor(blocks, 32, 128), (torch.randn(num_rows, 32), torch.randn(num_rows, 32))
+    return Regressor(blocks, 32, 128), (torch.randn(512, 32), torch.randn(512, 32))
 
 
 def _tokens(*shape: int) -> Tensor:
     return torch.randint(0, 256, shape)
 
 
-def _gpt(*, checkpoint: bool = False, small: bool = False) -> Made:
+def _gpt(*, checkpoint: bool = False, shallow: bool = False) -> Made:
     torch.manual_seed(1)
-    batch, tokens, num_layers = (2, 32, 2) if small else (8, 64, 4)
+    batch, tokens, num_layers = 8, 64, 2 if shallow else 4
     blocks = Blocks([Layer(96, dropout=0.1, causal=True) for _ in range(num_layers)], checkpoint=checkpoint)
     model = LanguageModel(blocks, vocabulary=256, width=96, num_tokens=tokens, dropout=0.1)
     return model, (_tokens(batch, tokens), _tokens(batch, tokens))
 
 
-def _bert(*, checkpoint: bool = False, small: bool = False) -> Made:
+def _bert(*, checkpoint: bool = False, shallow: bool = False) -> Made:
     torch.manual_seed(2)
-    batch, tokens, num_layers = (2, 32, 2) if small else (8, 64, 4)
+    batch, tokens, num_layers = 8, 64, 2 if shallow else 4
     blocks = Blocks([PostNormLayer(96, 0.1) for _ in range(num_layers)], checkpoint=checkpoint)
     model = Bert(blocks, vocabulary=256, width=96, num_tokens=tokens, dropout=0.1)
     lengths = torch.randint(tokens // 4, tokens + 1, (batch,))
     return model, (_tokens(batch, tokens), lengths, _tokens(batch, tokens))
 
 
-def _resnet(*, checkpoint: bool = False, small: bool = False) -> Made:
+def _resnet(*, checkpoint: bool = False, shallow: bool = False) -> Made:
     torch.manual_seed(3)
-    batch, size, depth = (2, 16, 1) if small else (8, 32, 3)
+    batch, size, depth = 8, 32, 1 if shallow else 3
     widths = [(16, 16, 1)] * depth + [(16, 32, 2)] + [(32, 32, 1)] * (depth - 1) + [(32, 64, 2)] + [(64, 64, 1)] * (depth - 1)
     model = ResNet(Blocks([Residual(*shape) for shape in widths], checkpoint=checkpoint), stem=16, width=64, num_classes=10)
     model = model.to(memory_format=torch.channels_last)
@@ -369,56 +369,56 @@ def _resnet(*, checkpoint: bool = False, small: bool = False) -> Made:
     return model, (image, torch.randint(0, 10, (batch,)))
 
 
-def _unet(*, checkpoint: bool = False, small: bool = False) -> Made:
+def _unet(*, checkpoint: bool = False, shallow: bool = False) -> Made:
     torch.manual_seed(4)
-    batch, size, widths = (1, 16, (8, 16)) if small else (2, 64, (8, 16, 32, 64))
+    batch, size, widths = 2, 64, (8, 16) if shallow else (8, 16, 32, 64)
     return UNet(widths, checkpoint=checkpoint), (torch.randn(batch, 3, size, size), torch.randn(batch, 3, size, size))
 
 
-def _vit(*, checkpoint: bool = False, small: bool = False) -> Made:
+def _vit(*, checkpoint: bool = False, shallow: bool = False) -> Made:
     torch.manual_seed(5)
-    batch, size, num_layers = (2, 16, 2) if small else (8, 32, 4)
+    batch, size, num_layers = 8, 32, 2 if shallow else 4
     blocks = Blocks([Layer(96) for _ in range(num_layers)], checkpoint=checkpoint)
     model = Vit(blocks, width=96, patch=4, num_patches=(size // 4) ** 2, num_classes=10)
     return model, (torch.randn(batch, 3, size, size), torch.randint(0, 10, (batch,)))
 
 
-def _lstm(*, checkpoint: bool = False, small: bool = False) -> Made:
+def _lstm(*, checkpoint: bool = False, shallow: bool = False) -> Made:
     torch.manual_seed(6)
-    batch, time = (8, 4) if small else (160, 12)
+    batch, time = 160, 5 if shallow else 12
     return LstmLoop(32, 128, checkpoint=checkpoint), (torch.randn(batch, time, 32), torch.randn(batch, time, 32))
 
 
-def _moe(*, checkpoint: bool = False, small: bool = False) -> Made:
+def _moe(*, checkpoint: bool = False, shallow: bool = False) -> Made:
     torch.manual_seed(7)
-    num_rows, num_layers = (64, 2) if small else (768, 3)
+    num_rows, num_layers = 768, 2 if shallow else 3
     blocks = Blocks([Experts(64, 4, num_rows // 2) for _ in range(num_layers)], checkpoint=checkpoint)
     return Regressor(blocks, 32, 64), (torch.randn(num_rows, 32), torch.randn(num_rows, 32))
 
 
-def _seq2seq(*, checkpoint: bool = False, small: bool = False) -> Made:
+def _seq2seq(*, checkpoint: bool = False, shallow: bool = False) -> Made:
     torch.manual_seed(8)
-    batch, tokens, num_layers = (2, 24, 1) if small else (8, 64, 2)
+    batch, tokens, num_layers = 8, 64, 1 if shallow else 2
     encoder = Blocks([Layer(64, dropout=0.1) for _ in range(num_layers)], checkpoint=checkpoint)
     decoder = Blocks([Layer(64, dropout=0.1, causal=True, cross=True) for _ in range(num_layers)], checkpoint=checkpoint)
     model = Seq2Seq(encoder, decoder, vocabulary=256, width=64)
     return model, (_tokens(batch, tokens), _tokens(batch, tokens), _tokens(batch, tokens))
 
 
-def _tied(*, checkpoint: bool = False, small: bool = False) -> Made:
+def _tied(*, checkpoint: bool = False, shallow: bool = False) -> Made:
     torch.manual_seed(9)
-    batch, tokens, num_layers = (2, 32, 2) if small else (8, 64, 4)
+    batch, tokens, num_layers = 8, 64, 2 if shallow else 4
     blocks = Blocks([Layer(96, causal=True) for _ in range(num_layers)], checkpoint=checkpoint)
     model = LanguageModel(blocks, vocabulary=256, width=96, num_tokens=tokens, tied=True)
     return Autocast(model), (_tokens(batch, tokens), _tokens(batch, tokens))
 
 
-def _densenet(*, checkpoint: bool = False, small: bool = False) -> Made:
+def _densenet(*, checkpoint: bool = False, shallow: bool = False) -> Made:
     torch.manual_seed(10)
-    batch, size, steps = (2, 16, 2) if small else (8, 32, 4)
+    batch, size, steps = 8, 32, 2 if shallow else 4
     blocks: list[nn.Module] = []
     width = 16
-    for _ in range(2 if small else 3):
+    for _ in range(2 if shallow else 3):
         blocks.append(DenseBlock(width, 8, steps))
         blocks.append(nn.Conv2d(width + 8 * steps, width, 1))
     return ResNet(Blocks(blocks, checkpoint=checkpoint), stem=16, width=width, num_classes=10), (
@@ -427,9 +427,9 @@ def _densenet(*, checkpoint: bool = False, small: bool = False) -> Made:
     )
 
 
-def _albert(*, checkpoint: bool = False, small: bool = False) -> Made:
+def _albert(*, checkpoint: bool = False, shallow: bool = False) -> Made:
     torch.manual_seed(11)
-    batch, tokens, num_layers = (2, 32, 2) if small else (8, 64, 4)
+    batch, tokens, num_layers = 8, 64, 2 if shallow else 4
     shared = Layer(64, dropout=0.1)
     model = LanguageModel(
         Blocks([shared] * num_layers, checkpoint=checkpoint), vocabulary=256, width=64, num_tokens=tokens, dropout=0.1, tied=True

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -167,7 +168,7 @@ def test_buffers_are_updated_once_per_forward(name: str) -> None:
 @families
 def test_gradients_accumulate_at_the_floor(name: str) -> None:
     """The second backward pass finds gradients that exist already: the least budget is the floor and their bytes."""
-    module, inputs = FAMILIES[name].make()
+    module, _ = FAMILIES[name].make()
     gradient_bytes = storage_bytes(module.parameters())
     want = train(*fresh(name, codegen="eager", solver="default"), accumulate=True)
     budget_bytes = result_of(name).floor_bytes + gradient_bytes
@@ -221,7 +222,7 @@ def test_predictions_are_monotone_over_a_grid_of_budgets(name: str) -> None:
     plans = [result.planner.solve(budget) for budget in budgets]
     for budget, plan in zip(budgets, plans, strict=True):
         assert plan.peak_bytes <= budget
-    for tighter, looser in zip(plans, plans[1:], strict=False):
+    for tighter, looser in pairwise(plans):
         assert tighter.peak_bytes <= looser.peak_bytes
         assert tighter.time_us >= looser.time_us
     for row in result.rows:

@@ -171,4 +171,4 @@ class Planner:
         parts = sorted(((size, kind.value) for kind, size in kinds.items()), reverse=True)
         parts.append((workspace_bytes, "workspace"))
         shares = ", ".join(f"{name} {format_bytes(size)}" for size, name in [(static, "static"), *parts] if size)
-        return f"Of that peak: {shares}. Raise the budget to {peak} bytes or lower the batch size."
+        return f"Of that peak: {shares}. Raise the budget to the least peak or lower the batch size."
