@@ -15,6 +15,7 @@ from dyngran.compiler.recomputable import pin_reason
 from dyngran.compiler.storages import Storages, find_storages, planned_device, tensors_of
 from dyngran.passes.problem import Kind, Op, Problem, Side, Value
 from dyngran.passes.profile_cache import Measurement
+from dyngran.passes.signature import guessed_size, symbol_bound
 
 CPU_RANDOM_STATE_BYTES = 5056  # torch.get_rng_state() on CPU: a Mersenne Twister
 
@@ -41,6 +42,7 @@ class Captured:
     nodes: tuple[fx.Node | None, ...]  # the node that stands for each value; None for random states, which the rewriter adds
     storages: Storages
     node_info: object
+    guesses: tuple[str, ...] = ()  # sentences about sizes that depend on data: what was assumed for them
 
     def values_of(self, nodes: Sequence[fx.Node]) -> frozenset[int]:
         """The planned values whose storage these nodes share."""
@@ -59,29 +61,48 @@ def prepare(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
 
 
 def _copy_overwritten_inputs(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
-    """An input that forward overwrites holds other numbers by the time backward runs: whatever may run in backward reads a copy."""
+    """An input that forward overwrites holds other numbers by the time backward runs: whatever may run in backward reads a copy.
+
+    The copy is made once, before its first reader, and tagged so that it is never made again from the overwritten input. Inputs that only
+    feed forward (counters, statistics nobody differentiates through) get none.
+    """
     _, _, descriptors = torch_private.split_outputs(joint, num_fwd_outputs)
     mutated = torch_private.mutated_input_descriptors(descriptors)
-    last_placeholder = None
-    overwritten = []
-    for node in joint.graph.nodes:
-        if node.op == "placeholder":
-            last_placeholder = node
-            if any(node.meta.get("desc") == descriptor for descriptor in mutated) or any(
-                user.target is torch.ops.aten.copy_.default and user.args[0] is node for user in node.users
-            ):
-                overwritten.append(node)
-    for node in overwritten:
-        readers = [u for u in node.users if u.op != "output" and not (u.target is torch.ops.aten.copy_.default and u.args[0] is node)]
-        if not readers or not isinstance(node.meta.get("val"), torch.Tensor) or last_placeholder is None:
+    placeholders = [node for node in joint.graph.nodes if node.op == "placeholder"]
+    feeds_backward = _feeding_backward(joint.graph)
+    for node in placeholders:
+        is_returned = any(node.meta.get("desc") == descriptor for descriptor in mutated)
+        if not isinstance(node.meta.get("val"), torch.Tensor) or not (is_returned or any(_overwrites(u, node) for u in node.users)):
             continue
-        with joint.graph.inserting_after(last_placeholder):
+        readers = [user for user in node.users if user.op != "output" and not torch_private.is_copy_into(user, node)]
+        if not any(reader in feeds_backward for reader in readers):
+            continue
+        with joint.graph.inserting_before(min(readers)):
             copy = joint.graph.call_function(torch.ops.aten.clone.default, (node,))
         copy.meta = {key: value for key, value in node.meta.items() if key not in ("desc", "grapharg")}
         copy.meta["val"] = node.meta["val"].clone()
         copy.meta["partitioner_tag"] = "is_forward"
+        copy.meta["recompute"] = torch_private.MUST_SAVE
         for reader in readers:
             reader.replace_input_with(node, copy)
+
+
+def _overwrites(user: fx.Node, placeholder: fx.Node) -> bool:
+    """True for the copy_ that ends forward; what backward writes into its own buffers is read after forward as it stands."""
+    return torch_private.is_copy_into(user, placeholder) and not torch_private.must_be_in_backward(user)
+
+
+def _feeding_backward(graph: fx.Graph) -> set[fx.Node]:
+    """Every node from which a node that depends on a tangent, or that must run in backward, can be reached."""
+    late = {node for node in graph.nodes if node.op == "placeholder" and torch_private.is_tangent(node)}
+    for node in graph.nodes:
+        if node.op == "call_function" and (torch_private.must_be_in_backward(node) or any(arg in late for arg in node.all_input_nodes)):
+            late.add(node)
+    feeding = set(late)
+    for node in reversed(graph.nodes):
+        if any(user in feeding for user in node.users):
+            feeding.add(node)
+    return feeding
 
 
 def capture(
@@ -97,7 +118,7 @@ def capture(
     """Build the problem of a prepared joint graph.
 
     ``price`` gives each op its cost; ``keep_below_bytes`` None scales with the graph (a 4096th of the largest value, at most 64 KiB).
-    Raises UnknownSize if the size of a value depends on data.
+    Sizes that depend on data are planned at their upper bound, or at a guess: ``Captured.guesses`` says which.
     """
     graph = joint.module.graph
     device = planned_device(graph)
@@ -130,7 +151,26 @@ def capture(
         nodes=(*(storage.node for storage in storages.storages), *(None for _ in states)),
         storages=storages,
         node_info=node_info,
+        guesses=_guesses(graph),
     )
+
+
+def _guesses(graph: fx.Graph) -> tuple[str, ...]:
+    """One sentence for each size that depends on data: which op makes it and what it was taken for."""
+    found: dict[object, str] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        for symbol, shapes in torch_private.data_dependent_symbols(node.meta.get("val")).items():
+            if symbol in found:
+                continue
+            upper = symbol_bound(shapes, symbol)
+            size = f"size {symbol} of {label_of(node)} depends on the data"
+            if upper is None:
+                found[symbol] = f"{size} and nothing bounds it: planned as {guessed_size(shapes)}, a guess; larger data may pass the budget"
+            else:
+                found[symbol] = f"{size}: planned at its upper bound, {upper}"
+    return tuple(found.values())
 
 
 def _use_measured_sizes(storages: Storages, costs: Sequence[Measurement]) -> None:
@@ -228,11 +268,16 @@ def _op(node: fx.Node, position: int, storages: Storages, node_info: object, cos
         workspace_bytes=cost.workspace_bytes,
         pinned="" if side is Side.BACKWARD else pin_reason(node),
         region=region_of(node),
-        user_recompute=node.meta.get("recompute") in torch_private.USER_RECOMPUTES,
+        user_recompute=node.meta.get("recompute") in torch_private.USER_RECOMPUTES or _is_constant(node),
         fusible=kind is not LoopKind.NONE,
         reduction=kind is LoopKind.REDUCTION,
         num_elements=_num_elements(node),
     )
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Made from nothing (``full``, ``arange``): never worth saving, and as a saved operand it would keep loops from inlining."""
+    return isinstance(node.target, torch._ops.OpOverload) and not node.all_input_nodes and not torch_private.is_random(node) and not pin_reason(node)
 
 
 def _num_elements(node: fx.Node) -> int:

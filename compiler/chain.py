@@ -58,7 +58,7 @@ class StepChain:
         if member.device.type != "cpu":
             return 0
         earlier = [m for ref in self._members[: self._position(member)] if (m := ref()) is not None and m.plan is not None]
-        return sum(m.plan.saved_bytes + m.static_of((Kind.PARAMETER, Kind.BUFFER)) for m in earlier)
+        return sum(m.plan.saved_bytes + m.static_of((Kind.PARAMETER, Kind.BUFFER, Kind.INPUT)) for m in earlier)
 
     def bytes_after(self, member: Any, held: Sequence[Any]) -> int:
         """Bytes that later graphs will hold while backward of this one runs: gradients (on CPU also the parameters themselves)."""

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from dyngran.compiler import registry
-from dyngran.compiler.planfile import PlanDocument, save_plan as write_plan
+from dyngran.compiler.planfile import PlanDocument
+from dyngran.compiler.planfile import save_plan as write_plan
 from dyngran.compiler.planned_graph import PlannedGraph
 from dyngran.compiler.report import Report, StepReport, build_report
 from dyngran.passes.errors import PlanFileError
@@ -55,7 +56,9 @@ def save_plan(path: str | os.PathLike[str], handle: Handle = None) -> Path:
     graphs = registry.graphs_of(handle)
     graph = graphs[-1]
     if not graph.chain.is_alone():
-        raise PlanFileError("a plan file holds one graph, and a graph break cuts this step into several: compile with fullgraph=True to find it.")
+        raise PlanFileError(
+            "a plan file holds one graph, and a graph break cuts this step into several: compile with fullgraph=True to find it."
+        )
     assert graph.plan is not None and graph.strategy is not None
     document = PlanDocument(
         plan=graph.plan,
@@ -90,20 +93,29 @@ def _unplanned(graph: PlannedGraph) -> tuple[tuple[str, int, str], ...]:
     rows = []
     other = graph.static_of((Kind.OTHER,))
     if other >= NAMED_FROM_BYTES:
-        rows.append(("held by the process, but by none of the graph's inputs", other, "free it before the step, or compile the part that holds it"))
+        rows.append(
+            ("held by the process, but by none of the graph's inputs", other, "free it before the step, or compile the part that holds it")
+        )
     problem = graph.strategy.problem
     outputs = sum(problem.values[value].size_bytes for value in problem.forward_outputs)
     if outputs >= NAMED_FROM_BYTES:
         rows.append(
-            ("outputs of the compiled graph and what eager code makes of them (a loss outside)", outputs, "move the loss into the compiled module")
+            (
+                "outputs of the compiled graph and what eager code makes of them (a loss outside)",
+                outputs,
+                "move the loss into the compiled module",
+            )
         )
     observation = graph.observer.observation
     if observation.peak_bytes is not None and observation.peak_is_exact:
         beyond = observation.peak_bytes - graph.plan.peak_bytes
         if beyond >= max(NAMED_FROM_BYTES, graph.plan.peak_bytes // 50):
             rows.append(
-                ("eager code around the compiled graphs: a loss, another half of the model, the optimizer's temporaries", beyond,
-                 "compile it too, or use a fused optimizer")
+                (
+                    "eager code around the compiled graphs: a loss, another half of the model, the optimizer's temporaries",
+                    beyond,
+                    "compile it too, or use a fused optimizer",
+                )
             )
     return tuple(rows)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,13 +22,25 @@ from dyngran.compiler.strategy import Strategy
 from dyngran.passes.errors import BudgetTooSmall, DyngranError, format_bytes
 from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Kind
+from dyngran.passes.signature import planned_sizes
 from dyngran.runtime.observe import StepObserver
 
 log = logging.getLogger("dyngran")
 
-MAX_COMPILES = 4  # plan, generate code, account for it; tighten and try again at most this often
+MAX_COMPILES = 5  # plan, generate code, account for it; tighten and try again at most this often
 WATCHED_CALLS = 6  # calls in which what is held is measured again: optimizer state and gradients appear during the first steps
-DRIFT_BYTES = 2**20  # smaller changes of what is held are the allocator's rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What tells two compilations of one graph apart: gradients that exist already, and the values of its symbolic sizes."""
+
+    is_accumulating: bool
+    sizes: tuple[int, ...]
+
+    def covers(self, other: Situation) -> bool:
+        """A plan made for ``self`` keeps its budget in ``other`` too: no size is larger there."""
+        return self.is_accumulating is other.is_accumulating and all(a >= b for a, b in zip(self.sizes, other.sizes, strict=True))
 
 
 class PlannedGraph:
@@ -51,56 +64,90 @@ class PlannedGraph:
         self.observer = StepObserver()
         self._module = torch_private.keep_copy(module)
         self._fake_inputs = torch_private.fake_inputs(module)
+        self._symbols = torch_private.size_symbols(self._fake_inputs)
         self._kinds = input_kinds(inputs)
-        self._leaves = tuple(weakref.ref(t) for t in inputs if isinstance(t, torch.nn.Parameter))
         self._probe = next((i for i, t in enumerate(inputs) if isinstance(t, torch.nn.Parameter) and t.requires_grad), None)
-        self._rungs: dict[bool, Callable[..., Any]] = {}
-        self._compiled: dict[frozenset[int] | None, Callable[..., Any]] = {}
+        self._leaves: tuple[weakref.ref[torch.nn.Parameter], ...] = ()
+        self._follow(inputs)
+        self._rungs: dict[Situation, Callable[..., Any]] = {}
         self._num_calls = 0
+        self._num_open = 0
         self._held_bytes = 0
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """The parameters this graph was called with that are still alive."""
+        """The parameters of the latest call that are still alive."""
         return [leaf for ref in self._leaves if (leaf := ref()) is not None]
 
     def compile(self, inputs: Sequence[Any]) -> None:
         """First compilation, inside Dynamo. Raises what the plan refuses with."""
-        self._rungs[self._is_accumulating(inputs)] = self._build(inputs, inputs)
+        self._rungs[self._situation(inputs)] = self._build(inputs, inputs)
 
     def __call__(self, *args: Any) -> Any:
+        if self._probe is not None and args[self._probe] is not self._leaves[0]():
+            self._follow(args)  # the same code serves another instance of the model
         if self._num_calls < WATCHED_CALLS:
             self._num_calls += 1
             self._look(args)
-        run = self._rungs.get(self._is_accumulating(args))
+        situation = self._situation(args)
+        run = self._rungs.get(situation)
         if run is None:
-            run = self._rebuild(args)
+            run = self._rung_for(situation, args)
         return run(*args)
 
-    def _is_accumulating(self, args: Sequence[Any]) -> bool:
-        return self._probe is not None and args[self._probe].grad is not None
+    def _follow(self, args: Sequence[Any]) -> None:
+        trainable = [] if self._probe is None else [args[self._probe]]
+        self._leaves = tuple(weakref.ref(t) for t in (*trainable, *args) if isinstance(t, torch.nn.Parameter))
+        self._num_calls = 0
+
+    def _situation(self, args: Sequence[Any]) -> Situation:
+        is_accumulating = self._probe is not None and args[self._probe].grad is not None
+        return Situation(is_accumulating, tuple(torch_private.size_hint(args[position]) for position in self._symbols))
 
     def _look(self, args: Sequence[Any]) -> None:
         """Compare what is held now with what the plan assumed, and what was measured with the budget; drop rungs that no longer hold."""
         if self.plan is None or self.budget_bytes is None or not self.options.guard:
             return
-        held = measure_static(args, self.device).total_bytes + self.chain.bytes_before(self)
+        held = measure_static(args, self.device).total_bytes + self.chain.bytes_before(self) + self._open_bytes()
         overshoot = self.observer.overshoot_bytes(self.budget_bytes)
-        if held <= self._held_bytes + DRIFT_BYTES and overshoot <= 0:
+        if self.plan.peak_bytes + held - self._held_bytes <= self.budget_bytes and overshoot <= 0:
             return
         reason = f"what the step holds grew to {format_bytes(held)} from {format_bytes(self._held_bytes)}"
         if overshoot > 0 and self.strategy is not None:
             reason = f"the step peaked {format_bytes(overshoot)} above the budget"
             self.strategy.margin_bytes += overshoot
             self.observer.forget()
-        log.info("planning again: %s", reason)
+        if self._num_open:
+            reason += f", with {self._num_open} earlier calls of this graph still waiting for their backward"
+        log.warning("planning again: %s", reason)
         self.notes.append(f"planned again: {reason}")
         self._rungs.clear()
 
-    def _rebuild(self, args: Sequence[Any]) -> Callable[..., Any]:
-        with torch_private.tracing_again(self._fake_inputs), _kept_random_state(self.device):
+    def _open_bytes(self) -> int:
+        """What earlier calls of this very graph saved, where no allocator counts it: a graph in a loop runs several times per step."""
+        return self._num_open * self.plan.saved_bytes if self.plan is not None and self.device.type == "cpu" else 0
+
+    def _rung_for(self, situation: Situation, args: Sequence[Any]) -> Callable[..., Any]:
+        """The callable for a situation not met before: one whose plan covers it, else one planned and compiled now."""
+        for known, run in self._rungs.items():
+            if known.covers(situation):
+                self._rungs[situation] = run
+                return run
+        sizes = dict(zip(self._symbols.values(), situation.sizes, strict=True))
+        with torch_private.tracing_again(self._fake_inputs), _kept_random_state(self.device), planned_sizes(sizes):
             run = self._build(self._fake_inputs, args)
-        self._rungs[self._is_accumulating(args)] = run
+        self._rungs[situation] = run
         return run
+
+    def _around(self, run: torch_private.Boxed, is_backward: bool) -> torch_private.Boxed:
+        """Count calls that wait for their backward, and let the observer measure."""
+        observed = self.observer.around(run, is_backward)
+
+        def counted(args: list[Any]) -> Any:
+            self._num_open = max(0, self._num_open - 1) if is_backward else self._num_open + 1
+            return observed(args)
+
+        counted._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's mark of this calling convention
+        return counted
 
     def _build(self, inputs: Sequence[Any], held: Sequence[Any]) -> Callable[..., Any]:
         """Plan, partition and generate code. ``inputs`` are what AOTAutograd traces with, ``held`` the real tensors of this call."""
@@ -119,7 +166,7 @@ class PlannedGraph:
         raise self._refusal()
 
     def _generate(self, module: fx.GraphModule, inputs: Sequence[Any], cut: torch_private.Partitioner, account: WrapperAccount) -> Callable[..., Any]:
-        around = self.observer.around
+        around = self._around
         if self.options.codegen is Codegen.EAGER:
             return torch_private.compile_eager(module, inputs, partition=cut, around=around)
         options = {**torch_private.mode_options(self.options.mode or "default"), **self.options.inductor}
@@ -153,7 +200,7 @@ class PlannedGraph:
         self.strategy, self.device = strategy, strategy.captured.device
         self.budget_bytes = resolve_budget(self.options.budget, self.device)
         self.static = measure_static(held, self.device)
-        self._held_bytes = self.static.total_bytes + self.chain.bytes_before(self)
+        self._held_bytes = self.static.total_bytes + self.chain.bytes_before(self) + self._open_bytes()
         reserve = self.chain.bytes_after(self, held) if self.budget_bytes is not None else 0
         self.plan = strategy.solve(self.budget_bytes, held_bytes=self._held_bytes + reserve, tight=self.chain.continues(self))
         self.notes[:] = [*self.notes, *strategy.notes_of(self.plan)]
@@ -183,8 +230,8 @@ class PlannedGraph:
         assert self.plan is not None and self.budget_bytes is not None and self.strategy is not None
         return BudgetTooSmall(
             budget_bytes=self.budget_bytes,
-            least_peak_bytes=self.strategy.least_known_bytes() + self._held_bytes + self.strategy.margin_bytes,
-            pinned=self.strategy.pinned_at_peak(self.plan),
+            least_peak_bytes=self.strategy.least_need_bytes() + self._held_bytes + self.strategy.margin_bytes,
+            pinned=self.strategy.pinned_at_peak(self.plan.saved),
             hint=f"Code of {MAX_COMPILES} plans was generated and each needs more. Raise the budget or lower the batch size.",
         )
 

@@ -28,7 +28,14 @@ def device_spec(device: torch.device, name: str | None) -> DeviceSpec:
 
 
 def price_nodes(
-    nodes: Sequence[fx.Node], device: torch.device, *, spec: DeviceSpec, limit_bytes: int | None, fused: bool, measure: bool, progress: Callable[[str], None]
+    nodes: Sequence[fx.Node],
+    device: torch.device,
+    *,
+    spec: DeviceSpec,
+    limit_bytes: int | None,
+    fused: bool,
+    measure: bool,
+    progress: Callable[[str], None],
 ) -> list[Measurement]:
     """One measurement per op. Under a fusing code generator only ops that stay kernels of their own are run; loops are priced by bytes.
 

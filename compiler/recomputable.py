@@ -16,7 +16,9 @@ def pin_reason(node: fx.Node) -> str:
     """Why this op must not be run again in backward; '' if it may."""
     target = node.target
     tag = node.meta.get("recompute")
-    if tag in torch_private.USER_SAVES:
+    if tag == torch_private.MUST_SAVE:
+        if target is torch.ops.aten.clone.default and node.all_input_nodes[0].op == "placeholder":
+            return "copy of an input that forward overwrites"
         return "torch.utils.checkpoint policy or torch says it must be saved"
     if torch_private.is_effect(node):
         return "has an effect outside the graph"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,7 @@ from dyngran.compiler.budget import Budget
 from dyngran.compiler.storages import CUDA_BLOCK_BYTES
 from dyngran.passes.problem import Kind
 from dyngran.runtime.memory import device_memory
+from dyngran.runtime.observe import any_step_has_run
 from dyngran.runtime.optimizer_state import find_optimizers, predicted_state_bytes
 
 
@@ -66,13 +69,25 @@ def measure_static(inputs: Sequence[Any], device: torch.device) -> StaticMemory:
         if leaf.grad is not None:
             _count(totals, seen, leaf.grad, Kind.GRADIENT, device)
     present, future, source = _optimizer_bytes(leaves)
+    totals[Kind.OPTIMIZER] = present + future
     allocated = device_memory(device).allocated_bytes
-    if allocated is None:
-        totals[Kind.OPTIMIZER] = present + future
-    else:
-        totals[Kind.OPTIMIZER] = present + future
-        totals[Kind.OTHER] = max(0, allocated - sum(totals.values()) + future)
+    if allocated is not None:
+        totals[Kind.OTHER] = max(0, allocated - sum(totals.values()) + future) + _future_workspace_bytes(device)
     return StaticMemory(bytes_by_kind={kind: size for kind, size in totals.items() if size}, optimizer_source=source)
+
+
+def _future_workspace_bytes(device: torch.device) -> int:
+    """The matmul workspace that the backward thread's library handle will keep, if no step has run in this process yet.
+
+    Source: https://docs.nvidia.com/cuda/cublas (CUBLAS_WORKSPACE_CONFIG) and torch's defaults: 32 MiB on Hopper, 8.125 MiB elsewhere.
+    """
+    if any_step_has_run():
+        return 0
+    config = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+    pairs = re.findall(r":(\d+):(\d+)", config)
+    if pairs:
+        return sum(int(size) * int(count) * 1024 for size, count in pairs)
+    return 32 * 2**20 if torch.cuda.get_device_capability(device)[0] == 9 else 8320 * 1024
 
 
 def _count(totals: dict[Kind, int], seen: set[int], tensor: torch.Tensor, kind: Kind, device: torch.device) -> None:

@@ -57,6 +57,9 @@ def _visit(found: Storages, node: fx.Node, device: torch.device) -> None:
         elif isinstance(node.meta.get("val"), (tuple, list)):
             found.of[node] = found.of[node.args[0]]
         return
+    if torch_private.is_getitem(node) and isinstance(node.args[0], fx.Node) and node.args[0] not in found.writes:
+        found.of[node] = found.of.get(node.args[0], ())  # a list of views lives where its base lives
+        return
     alias = _aliased_argument(node)
     if alias is not None:
         found.of[node] = found.of.get(alias, ())
@@ -113,7 +116,7 @@ def _rounded(num_bytes: int, device: torch.device) -> int:
 
 
 def _aliased_argument(node: fx.Node) -> fx.Node | None:
-    """The argument that the result is a view of, by the op's schema."""
+    """The argument that the result is a view of, by the op's schema: ``(a)`` labels one view, ``(a -> *)`` a list of them (split)."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
         return None
     schema = node.target._schema
@@ -121,7 +124,7 @@ def _aliased_argument(node: fx.Node) -> fx.Node | None:
         return None
     labels = schema.returns[0].alias_info.before_set
     for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and (argument.alias_info.before_set & labels or "*" in labels):
+        if argument.alias_info is not None and (argument.alias_info.before_set & labels or "*" in argument.alias_info.after_set):
             actual = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
             return actual if isinstance(actual, fx.Node) else None
     return None

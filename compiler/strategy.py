@@ -28,6 +28,9 @@ from dyngran.passes.solvers.portfolio import Planner
 
 log = logging.getLogger("dyngran.plan")
 
+ALLOCATOR_SLACK = 0.01  # the caching allocator hands out a cached block that is up to 1 MiB too large without splitting it
+ALLOCATOR_SLACK_BYTES = 4 * 2**20
+
 
 class Strategy:
     """Planning of one graph. ``captured`` changes with every compilation, the planner stays while the graph is the same.
@@ -45,6 +48,7 @@ class Strategy:
         self.planner = Planner(captured.problem, progress=log.info)
         self.margin_bytes = 0
         self.correction_bytes = 0
+        self.num_probes = 0
         self.store_key = store_key(mark, captured.problem, options)
         static = captured.problem.total_static_bytes
         self.accounted = {saved: static + transient for saved, transient in recall_transients(self.store_key).items()}
@@ -124,39 +128,62 @@ class Strategy:
         known = self.accounted.get(saved)
         return self.simulator.evaluate(saved).peak_bytes + max(0, self.correction_bytes) if known is None else known
 
+    def need_of(self, saved: frozenset[int]) -> int:
+        """Budget that a plan needs: its peak and, on CUDA, what the caching allocator rounds up when it reuses blocks."""
+        peak = self._peak_of(saved)
+        if self.captured.device.type == "cpu":
+            return peak
+        return peak + int((peak - self.problem.total_static_bytes) * ALLOCATOR_SLACK) + ALLOCATOR_SLACK_BYTES
+
     def _choose(self, limit: int | None, *, tight: bool) -> Plan:
         if self.options.plan is not None:
             return self._from_file(limit)
         if self.options.solver != "auto":
             return self.planner.solve(limit, solver=self.options.solver)
-        if limit is None or self._peak_of(self.free.saved) <= limit:
+        if limit is None:
             return self._plan_of(self.free, "stock")
+        if tight:
+            fitting = [outcome for outcome in self.planner.frontier() if self.need_of(outcome.saved) <= limit]
+            if fitting:
+                return self._plan_of(min(fitting, key=lambda outcome: (outcome.saved_bytes, outcome.time_us)), "tightest")
+        elif self.need_of(self.free.saved) <= limit:
+            return self._plan_of(self.free, "stock")
+        return self._fastest(limit)
+
+    def _fastest(self, limit: int) -> Plan:
         saved = recall_saved(self.store_key, limit)
-        if saved is not None and not tight:
-            outcome = self.planner.add(saved, "stored")
-            if self._peak_of(saved) <= limit:
-                return self._plan_of(outcome, "stored plan")
+        if saved is not None and self.need_of(saved) <= limit:
+            return self._plan_of(self.planner.add(saved, "stored"), "stored plan")
         outcomes = self.planner.frontier()
-        fitting = [outcome for outcome in outcomes if self._peak_of(outcome.saved) <= limit]
+        fitting = [outcome for outcome in outcomes if self.need_of(outcome.saved) <= limit]
         if not fitting:
             return self._last_resort(limit, outcomes)
-        if tight:
-            return self._plan_of(min(fitting, key=lambda outcome: (outcome.saved_bytes, outcome.time_us)), "tightest")
         plan = self._plan_of(min(fitting, key=lambda outcome: (outcome.time_us, outcome.peak_bytes)), "portfolio")
         remember_saved(self.store_key, limit, plan.saved)
         return plan
 
     def _last_resort(self, limit: int, outcomes: Sequence[Outcome]) -> Plan:
-        """Nothing fits by what is known. The plan of least peak gets its code generated once, so that a refusal says what is true."""
-        least = min(outcomes, key=lambda outcome: outcome.peak_bytes)
-        if self.problem.fused and least.saved not in self.accounted:
-            return self._plan_of(least, "least peak")
-        try:
-            self.planner.solve(min(limit, least.peak_bytes - 1))
-        except BudgetTooSmall as error:
-            known = min((self._peak_of(outcome.saved) for outcome in outcomes if not self.problem.fused or outcome.saved in self.accounted))
-            raise BudgetTooSmall(budget_bytes=limit, least_peak_bytes=known, pinned=error.pinned, hint=error.hint) from None
-        raise AssertionError("the planner found a plan below its least peak")
+        """Nothing fits by what is known. Before a refusal, code is generated for plans that might: first one half way down, then the least.
+
+        What generated code of one plan needed beyond its simulation says little of another's, and a refusal must say what is true.
+        """
+        unknown = sorted((one for one in outcomes if one.saved not in self.accounted), key=lambda one: one.peak_bytes)
+        if self.problem.fused and unknown:
+            hopeful = [one for one in unknown if one.peak_bytes <= limit]
+            least = unknown[0]
+            if hopeful and self.num_probes % 2 == 0 and len(hopeful) > 2:
+                least = hopeful[len(hopeful) // 2]
+            if hopeful or not self.accounted:
+                self.num_probes += 1
+                return self._plan_of(least, "probe")
+        known = [one for one in outcomes if one.saved in self.accounted] if self.problem.fused else list(outcomes)
+        best = min(known or list(outcomes), key=lambda one: self.need_of(one.saved))
+        raise BudgetTooSmall(
+            budget_bytes=limit,
+            least_peak_bytes=self.need_of(best.saved),
+            pinned=self.pinned_at_peak(best.saved),
+            hint=self.planner.hint(limit, best),
+        )
 
     def _plan_of(self, outcome: Outcome, solver: str) -> Plan:
         return decide(self.simulator, outcome, budget_bytes=None, solver=solver, fastest_us=self.free.time_us)
@@ -191,9 +218,9 @@ class Strategy:
         remember_transient(self.store_key, plan.saved, transient_bytes)
         return replace(plan, peak_bytes=plan.static_bytes + transient_bytes + self.margin_bytes)
 
-    def least_known_bytes(self) -> int:
-        """Least transient peak of any plan whose code was generated."""
-        return min(self.accounted.values()) - self.problem.total_static_bytes
+    def least_need_bytes(self) -> int:
+        """Least transient budget of any plan whose code was generated."""
+        return min(self.need_of(saved) for saved in self.accounted) - self.problem.total_static_bytes
 
     def notes_of(self, plan: Plan) -> list[str]:
         """Sentences for `explain`."""
@@ -207,8 +234,8 @@ class Strategy:
             notes.append("nothing crosses from forward to backward that could be recomputed: torch's own partition is used")
         return notes
 
-    def pinned_at_peak(self, plan: Plan) -> tuple[tuple[str, int], ...]:
-        """``(label, bytes)`` of the largest values live at the plan's peak."""
+    def pinned_at_peak(self, saved: frozenset[int]) -> tuple[tuple[str, int], ...]:
+        """``(label, bytes)`` of the largest values live at the peak of a saved set."""
         values = self.problem.values
-        live = self.simulator.timeline(plan.saved).live_at_peak
+        live = self.simulator.timeline(saved).live_at_peak
         return tuple((values[value].label or values[value].name, size) for value, size in live[:8])

@@ -17,12 +17,14 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils.checkpoint import CheckpointPolicy
 
+from dyngran.passes.signature import hint
+
 Boxed = Callable[[list[Any]], Any]
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 HIGHER_ORDER_TYPE = torch._ops.HigherOrderOperator
-USER_SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+MUST_SAVE = CheckpointPolicy.MUST_SAVE
 USER_RECOMPUTES = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
@@ -83,6 +85,11 @@ def mutated_input_descriptors(descriptors: Sequence[Any]) -> list[Any]:
 def is_sym_node(node: fx.Node) -> bool:
     """True if the node holds a symbolic or plain scalar and no tensor."""
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def is_copy_into(node: fx.Node, target: fx.Node) -> bool:
+    """True if the node overwrites ``target`` in place at the end of forward or backward."""
+    return node.target is torch.ops.aten.copy_.default and node.args[0] is target
 
 
 def is_primal(node: fx.Node) -> bool:
@@ -191,15 +198,20 @@ def raise_getitems(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def size_hint(amount: Any) -> int:
-    """The size of an int or symbolic int that the trace saw; raises UnknownSize for data-dependent sizes."""
-    from dyngran.passes.errors import UnknownSize
+    """The size of an int or symbolic int that the trace saw; an upper bound or a guess if it depends on data (`signature.bound`)."""
+    return hint(amount)
 
-    if isinstance(amount, int):
-        return amount
-    node = amount.node
-    if node.has_hint():
-        return int(node.hint)
-    raise UnknownSize(f"size {amount} depends on the data: dyngran cannot plan its bytes")
+
+def data_dependent_symbols(value: Any) -> dict[Any, Any]:
+    """Symbols in a tensor's shape or a symbolic int that only running the graph can tell, each with its shape environment."""
+    sizes = [*value.shape] if isinstance(value, torch.Tensor) else [value] if isinstance(value, torch.SymInt) else []
+    return {
+        symbol: size.node.shape_env
+        for size in sizes
+        if isinstance(size, torch.SymInt)
+        for symbol in size.node.expr.free_symbols
+        if symbol not in size.node.shape_env.backed_var_to_val
+    }
 
 
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
@@ -262,6 +274,8 @@ def compile_inductor(
 
     def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         is_backward = bool(kwargs.get("is_backward", False))
+        if is_backward:
+            _keep_saved_tensors_intact()
         compiled = compile_fx_inner(gm, example_inputs, **kwargs)
         if getattr(compiled, "source_code", None):
             on_code(GeneratedCode(source=compiled.source_code, graph=gm, is_backward=is_backward))
@@ -275,6 +289,15 @@ def compile_inductor(
     # Backward is compiled at once too, so that its code can be accounted for before the first step.
     with functorch_config(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
         return compile_fx(module, list(inputs), inner_compile=inner, config_patches=patches)  # type: ignore[no-any-return]
+
+
+def _keep_saved_tensors_intact() -> None:
+    """Backward code must not write over saved tensors: it is generated before anyone knows whether ``retain_graph`` will be used."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None and context.fw_metadata.bw_donated_idxs:
+        context.fw_metadata.bw_donated_idxs = []
 
 
 def stock_partition(
@@ -296,6 +319,15 @@ def is_nested_joint(joint: fx.GraphModule) -> bool:
 def fake_inputs(module: fx.GraphModule) -> list[Any]:
     """Dynamo's fake tensors for the inputs of one of its graphs, in order."""
     return [node.meta.get("example_value", node.meta.get("val")) for node in module.graph.nodes if node.op == "placeholder"]
+
+
+def size_symbols(inputs: Sequence[Any]) -> dict[int, Any]:
+    """Positions of symbolic integers among a graph's fake inputs, with the symbol each stands for."""
+    return {
+        position: value.node.expr
+        for position, value in enumerate(inputs)
+        if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol
+    }
 
 
 def keep_copy(module: fx.GraphModule) -> fx.GraphModule:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-_RENAMED = {"output": "out", "log_sumexp": "logsumexp", "rng_state": "philox_seed", "unused": "philox_offset"}  # names of forward's results where backward calls them otherwise
+# Names of forward's results where backward calls them otherwise.
+_RENAMED = {"output": "out", "log_sumexp": "logsumexp", "rng_state": "philox_seed", "unused": "philox_offset"}
 
 
 def is_attention_backward(target: torch._ops.OpOverload) -> bool:
@@ -19,7 +20,9 @@ def is_attention_backward(target: torch._ops.OpOverload) -> bool:
     return name.startswith("aten::_scaled_dot_product_") and name.endswith("_attention_backward")
 
 
-def with_real_forward(target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def with_real_forward(
+    target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same call with out, logsumexp, seeds and sequence tables from a forward call on its query, key and value."""
     schema = target._schema
     given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
@@ -31,4 +34,5 @@ def with_real_forward(target: torch._ops.OpOverload, args: tuple[Any, ...], kwar
     named = {_RENAMED.get(r.name, r.name): value for r, value in zip(forward._schema.returns, results, strict=True)}
     given |= {name: value for name, value in named.items() if name in given}
     positional = [argument.name for argument in schema.arguments if not argument.kwarg_only]
-    return tuple(given[name] for name in positional if name in given), {a.name: given[a.name] for a in schema.arguments if a.kwarg_only and a.name in given}
+    keywords = {argument.name: given[argument.name] for argument in schema.arguments if argument.kwarg_only and argument.name in given}
+    return tuple(given[name] for name in positional if name in given), keywords

@@ -73,7 +73,7 @@ def roofline_us(target: object, args: object, outputs: object, spec: DeviceSpec,
         args, kwargs: the node's arguments with tensors (fake, meta or real) in place of nodes, nested as they are.
         outputs: the node's ``meta["val"]``; None if unknown.
 
-    Views, bare allocations and scalar arithmetic are free; nothing that moves bytes is. Raises `UnknownSize` if a size has no hint.
+    Views, bare allocations and scalar arithmetic are free; nothing that moves bytes is.
     """
     plain_args = cast("tuple[object, ...]", concrete(args if isinstance(args, (tuple, list)) else (args,)))
     plain_kwargs = {name: concrete(value) for name, value in (kwargs or {}).items()}

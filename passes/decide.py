@@ -74,7 +74,7 @@ def _keep(problem: Problem, index: int, saved: frozenset[int]) -> Decision:
         reason = f"cannot run twice: {pinned}"
     elif index in problem.forward_outputs:
         reason = "the caller holds it anyway"
-    elif value.size_bytes <= problem.keep_below_bytes:
+    elif problem.keeps_as_small(value.index):
         reason = "small: breaks chains of recompute"
     else:
         reason = f"recomputing it costs {cost_us:.4g} us for {format_bytes(value.size_bytes)}"

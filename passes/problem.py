@@ -91,7 +91,7 @@ class Problem:
         fused: True if the code generator fuses (Inductor); False if every op writes its results (eager).
         bytes_per_us: memory bandwidth; launch_us: cost of starting one kernel. Price fused pointwise work.
         stock: value sets that torch's own partitioners save, by name; seeds for the planners.
-        keep_below_bytes: values at most this large are always kept (they break chains of recompute); 0 keeps none.
+        keep_below_bytes: values at most this large are always kept if they break a chain of recompute (`keeps_as_small`); 0 keeps none.
     """
 
     values: tuple[Value, ...]
@@ -117,6 +117,19 @@ class Problem:
             if missing:
                 raise ValueError(f"{op.name} reads {missing[0]} before it is produced: ops must stand in topological order")
             written.update(op.writes)
+
+    def keeps_as_small(self, value: int) -> bool:
+        """True if ``value`` is always kept: small, and made by an op that does not fuse, reduces, or reads something large.
+
+        Small results of small operands cost nothing to make again, and each that is saved is one more operand of the fused loops in
+        backward: Inductor writes an intermediate of more than four reads to memory instead of inlining it.
+        """
+        threshold = self.keep_below_bytes
+        producer = self.values[value].producer
+        if not threshold or producer is None or self.values[value].size_bytes > threshold:
+            return False
+        op = self.ops[producer]
+        return not op.fusible or op.reduction or any(self.values[read].size_bytes > threshold for read in op.reads)
 
     @property
     def total_static_bytes(self) -> int:

@@ -15,16 +15,16 @@ from dyngran.passes.errors import GraphBroken
 
 
 def delay_recompute(module: fx.GraphModule, *, is_root: Callable[[fx.Node], bool]) -> fx.GraphModule:
-    """A module that runs the same ops; those that neither are roots nor depend on one run as late as possible.
+    """A module that runs the same ops; those that neither are roots nor depend on one run as late as possible, unread ones not at all.
+
+    Assertions on sizes are among the unread ones: forward has made them.
 
     ``is_root`` marks tangents and ops that must keep their place (mutations). Raises GraphBroken if an op got lost.
     """
     order = {node: position for position, node in enumerate(module.graph.nodes)}
     fixed: set[fx.Node] = set()
     for node in module.graph.nodes:
-        if node.op != "placeholder" and (is_root(node) or any(operand in fixed for operand in node.all_input_nodes)):
-            fixed.add(node)
-        elif node.op == "placeholder" and is_root(node):
+        if is_root(node) or (node.op != "placeholder" and any(operand in fixed for operand in node.all_input_nodes)):
             fixed.add(node)
 
     new_graph = fx.Graph()
@@ -48,7 +48,7 @@ def delay_recompute(module: fx.GraphModule, *, is_root: Callable[[fx.Node], bool
     for node in module.graph.nodes:
         if node.op == "output" or (node in fixed and node.op != "placeholder"):
             place(node)
-    lost = [node.name for node in module.graph.nodes if node not in moved and node.users]
+    lost = [node.name for node in module.graph.nodes if node not in moved and any(user in moved for user in node.users)]
     if lost:
         raise GraphBroken(f"pass delay-recompute lost {lost[0]} although something reads it")
     new_graph.lint()

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
+import sympy
 import torch
 
 from dyngran.passes.errors import UnknownSize
+
+DATA_SIZE_GUESS = 1024  # elements along a dimension of which nothing at all is known
+MAX_DATA_SIZE = 2**48  # a larger bound is torch's "anything"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +31,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
-        """Read a tensor, fake or real; symbolic sizes become their hints. Raises `UnknownSize` if one has none."""
+        """Read a tensor, fake or real; symbolic sizes become their hints, data-dependent ones their bounds."""
         shape = tuple(hint(size) for size in tensor.shape)
         is_strided = tensor.layout is torch.strided and not tensor.is_quantized
         stride = tuple(hint(step) for step in tensor.stride()) if is_strided else _dense_stride(shape)
@@ -69,7 +77,6 @@ class OpSignature:
 
     @classmethod
     def of(cls, target: object, args: tuple[object, ...], kwargs: dict[str, object]) -> OpSignature:
-        """Raises `UnknownSize` if a size has no hint."""
         concrete_args = tuple(concrete(argument) for argument in args)
         return cls(target_name(target), concrete_args, tuple((name, concrete(kwargs[name])) for name in sorted(kwargs)))
 
@@ -88,14 +95,60 @@ class OpSignature:
         return tuple(tensors_of((self.args, tuple(value for _, value in self.kwargs))))
 
 
+_planned: ContextVar[Mapping[Any, int]] = ContextVar("planned sizes", default=MappingProxyType({}))
+
+
+@contextmanager
+def planned_sizes(sizes: Mapping[Any, int]) -> Iterator[None]:
+    """Plan for other values of the graph's size symbols than those it was traced with."""
+    token = _planned.set(sizes)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
 def hint(size: int | torch.SymInt) -> int:
-    """The value that a symbolic size was traced with. Raises `UnknownSize` for sizes that depend on data. Never adds a guard."""
+    """The value that a symbolic size was traced with, or is planned for (`planned_sizes`); `bound` where it depends on data.
+
+    Never adds a guard.
+    """
     if isinstance(size, int):
         return size
+    if planned := _planned.get():
+        known = {**size.node.shape_env.backed_var_to_val, **{symbol: sympy.Integer(value) for symbol, value in planned.items()}}
+        value = size.node.expr.xreplace(known)
+        if value.is_number:
+            return int(value)
     value = size.node.hint
-    if not isinstance(value, int):
+    return value if isinstance(value, int) else bound(size)
+
+
+def bound(size: torch.SymInt) -> int:
+    """An upper bound of a size that depends on data, if tracing found one for each of its symbols (`nonzero`: the input's elements).
+
+    A symbol without one is guessed (`guessed_size`). Raises `UnknownSize` if that gives no number.
+    """
+    shapes = size.node.shape_env
+    traced = dict(shapes.backed_var_to_val)
+    for symbol in size.node.expr.free_symbols - traced.keys():
+        upper = symbol_bound(shapes, symbol)
+        traced[symbol] = sympy.Integer(guessed_size(shapes) if upper is None else upper)
+    value = size.node.expr.xreplace(traced)
+    if not value.is_number:
         raise UnknownSize(f"size {size} depends on data: it has no value at compile time")
-    return value
+    return max(0, int(value))
+
+
+def guessed_size(shapes: Any) -> int:
+    """What a size without any bound is taken for: the largest symbolic size the graph was traced with, `DATA_SIZE_GUESS` if there is none."""
+    return max((int(value) for value in shapes.backed_var_to_val.values() if value.is_Integer), default=DATA_SIZE_GUESS)
+
+
+def symbol_bound(shapes: Any, symbol: Any) -> int | None:
+    """The largest value of a symbol that torch's shape environment knows of; None if it knows none that a size could reach."""
+    upper = shapes.var_to_range[symbol].upper if symbol in shapes.var_to_range else None
+    return int(upper) if upper is not None and upper.is_Integer and int(upper) < MAX_DATA_SIZE else None
 
 
 def concrete(value: object) -> object:

@@ -2,6 +2,7 @@
 
 Rules, shared with the rewriter (`passes/rewrite.py`) so that what is simulated is what runs:
 
+* results of ops in the user's own checkpoint regions are never saved, pinned ones excepted;
 * forward runs every FORWARD op, and the FREE ops that a saved value needs, in the joint graph's order;
 * backward runs its ops in the joint graph's order; what an op reads and nobody saved is recomputed just before it, once, in the
   joint graph's order, and dies after its last reader in backward;
@@ -85,6 +86,8 @@ class Simulator:
         self._ran = [op.side is Side.FORWARD for op in problem.ops]
         self._is_given = [value.producer is None for value in problem.values]
         self._pinned = [bool(op.pinned) for op in problem.ops]
+        self._small = [problem.keeps_as_small(value.index) for value in problem.values]
+        self._never_saved = [op.user_recompute and not op.pinned for op in problem.ops]
         wanted = {read for index in self._backward_ops for read in self._reads[index]} | problem.gradients
         self._from_tangents = sorted(from_tangents)
         is_ready = [value.producer is None or value.index in from_tangents for value in problem.values]
@@ -96,7 +99,7 @@ class Simulator:
         self._fast = FastReplay(problem)
 
     def _find_candidates(self) -> tuple[int, ...]:
-        """Values that backward can read: each is either saved or, unless pinned, recomputed."""
+        """Values that backward can read: each is either saved (not if the user recomputes it) or recomputed (not if pinned)."""
         seen: set[int] = set()
         stack = list(self._wanted)
         while stack:
@@ -114,9 +117,11 @@ class Simulator:
         return self.normalize(self._wanted)
 
     def normalize(self, saved: Iterable[int]) -> frozenset[int]:
-        """The values that really cross: those of ``saved`` that backward reaches, and those reached that cannot be recomputed."""
+        """The values that really cross: those of ``saved`` that backward reaches, and those reached that cannot be recomputed.
+
+        What the user's own checkpoint regions make is never among them: it is recomputed, from what stands before the region.
+        """
         wished = saved if isinstance(saved, (set, frozenset)) else set(saved)
-        threshold = self.problem.keep_below_bytes
         crossing: set[int] = set()
         seen: set[int] = set()
         stack = list(self._wanted)
@@ -126,7 +131,8 @@ class Simulator:
                 continue
             seen.add(value)
             producer = self._producer[value]
-            if value in wished or self._pinned[producer] or (threshold and self._sizes[value] <= threshold):
+            is_wanted = value in wished or self._small[value]
+            if self._pinned[producer] or (is_wanted and not self._never_saved[producer]):
                 crossing.add(value)
             else:
                 stack.extend(self._reads[producer])

@@ -132,6 +132,7 @@ class StepObserver:
         elif self._traced_peak_bytes:
             self._take(self._expected_static_bytes + self._traced_peak_bytes, is_exact=False)
         self._num_steps += 1
+        _steps_ended[0] += 1
         self._is_open = self._has_run_backward = False
 
     def report_peak(self, peak_bytes: int) -> None:
@@ -182,6 +183,14 @@ class StepObserver:
         if self._has_run_backward:
             self._sees_optimizer = True
             self.end_step()
+
+
+_steps_ended = [0]
+
+
+def any_step_has_run() -> bool:
+    """True once a step of any graph has ended in this process: what libraries keep for themselves is allocated by then."""
+    return _steps_ended[0] > 0
 
 
 _observers: weakref.WeakSet[StepObserver] = weakref.WeakSet()

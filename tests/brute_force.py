@@ -78,10 +78,9 @@ def _crossing(problem: Problem, wished: frozenset[int]) -> frozenset[int]:
         producer = problem.values[value].producer
         if producer is None or value in late:
             continue
-        small = 0 < problem.values[value].size_bytes <= problem.keep_below_bytes or (
-            problem.keep_below_bytes > 0 and problem.values[value].size_bytes == 0
-        )
-        if value in wished or problem.ops[producer].pinned or small:
+        op = problem.ops[producer]
+        small = problem.keeps_as_small(value)
+        if op.pinned or (not op.user_recompute and (value in wished or small)):
             crossing.add(value)
         else:
             needed |= set(problem.ops[producer].reads)

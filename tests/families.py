@@ -237,7 +237,8 @@ class ResNet(nn.Module):
 class DoubleConv(nn.Module):
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(num_in, num_out, 3, 1, 1), nn.Conv2d(num_out, num_out, 3, 1, 1)
+        self.conv1 = nn.Conv2d(num_in, num_out, 3, 1, 1, bias=False)  # a bias before a norm cancels: its gradient is mostly rounding
+        self.conv2 = nn.Conv2d(num_out, num_out, 3, 1, 1, bias=False)
         self.norm1, self.norm2 = nn.GroupNorm(4, num_out), nn.GroupNorm(4, num_out)
 
     def forward(self, x: Tensor) -> Tensor:

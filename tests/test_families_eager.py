@@ -26,7 +26,7 @@ from dyngran.passes.solvers.portfolio import Planner
 
 FRACTIONS = (0.9, 0.6, 0.3, 0.0)  # of the way from the floor up to the free peak
 EAGER = {"codegen": "eager", "keep_below": 0}
-SLACK_BYTES = 2**20
+SLACK_BYTES = 2**16  # the promise says 1 % or 1 MiB; peaks here are 5-20 MiB, so a whole MiB would hide mistakes
 
 families = pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in FAMILIES])
 

@@ -47,7 +47,7 @@ class Improver:
         simulator = judge.simulator
         sizes = self._problem.values
         self._small = small_values(simulator)
-        large = [v for v in simulator.candidates if v not in self._small and sizes[v].size_bytes]
+        large = [v for v in simulator.candidates if v not in self._small and sizes[v].size_bytes and not self._is_users(v)]
         for num_rounds in (2, 1, 0):
             groups = value_classes(self._problem, large, num_rounds=num_rounds)
             if len(groups) <= limit // 4:
@@ -67,6 +67,11 @@ class Improver:
             self._shrink(fastest.outcome, int(0.2 * self._limit))
         self._lower(int(0.15 * self._limit))
         self.blend(self._end - self._judge.num_evaluations)
+
+    def _is_users(self, value: int) -> bool:
+        """Made in a checkpoint region of the user's, which is never saved."""
+        producer = self._problem.values[value].producer
+        return producer is not None and self._problem.ops[producer].user_recompute
 
     def _left(self, end: int) -> bool:
         if monotonic() > self._deadline:

@@ -143,22 +143,24 @@ class Planner:
     def _too_small(self, budget_bytes: int, archive: Archive, solver: str) -> BudgetTooSmall:
         least = archive.least() or self.judge.archive.least()
         assert least is not None
-        timeline = self.simulator.timeline(least.outcome.saved)
         values = self.problem.values
-        pinned = [(values[v].label or values[v].name, size) for v, size in timeline.live_at_peak]
+        pinned = [(values[v].label or values[v].name, size) for v, size in self.simulator.timeline(least.outcome.saved).live_at_peak]
         return BudgetTooSmall(
             budget_bytes=budget_bytes,
             least_peak_bytes=least.outcome.peak_bytes,
             pinned=tuple(pinned[:8]),
-            hint=self._hint(budget_bytes, least, solver, timeline.live_at_peak, timeline.workspace_at_peak_bytes),
+            hint=self.hint(budget_bytes, least.outcome, solver=solver),
         )
 
-    def _hint(self, budget_bytes: int, least: Entry, solver: str, live: tuple[tuple[int, int], ...], workspace_bytes: int) -> str:
+    def hint(self, budget_bytes: int, least: Outcome, *, solver: str = "auto") -> str:
+        """What the least reachable peak consists of, and what would help."""
+        timeline = self.simulator.timeline(least.saved)
+        live, workspace_bytes = timeline.live_at_peak, timeline.workspace_at_peak_bytes
         anywhere = self.judge.archive.best(budget_bytes)
         if solver != "auto":
             found = " has a plan that fits." if anywhere else " may find a smaller plan."
             return f"This is the least that solver={solver!r} alone reaches: solver='auto'{found}"
-        static, peak = self.problem.total_static_bytes, least.outcome.peak_bytes
+        static = self.problem.total_static_bytes
         if budget_bytes <= static:
             return (
                 f"Parameters, optimizer state and inputs alone take {format_bytes(static)}: raise the budget, "
