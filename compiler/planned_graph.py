@@ -28,6 +28,14 @@ from dyngran.runtime.observe import StepObserver
 log = logging.getLogger("dyngran")
 
 MAX_COMPILES = 5  # plan, generate code, account for it; tighten and try again at most this often
+BREAK_NOTE = (
+    "a graph break follows this graph: it is planned to leave most to the graphs after it, and how often they run is not known. "
+    "Find the break with torch.compile(..., fullgraph=True); without it the plan is exact and faster."
+)
+REPEAT_NOTE = (
+    "this graph runs several times before its backward (a graph break in a loop, or several forwards per step): it is planned to save "
+    "least, and the budget is checked for one run of it, not for all. Compile the whole step as one graph to have it kept."
+)
 WATCHED_CALLS = 6  # calls in which what is held is measured again: optimizer state and gradients appear during the first steps
 
 
@@ -72,6 +80,8 @@ class PlannedGraph:
         self._rungs: dict[Situation, Callable[..., Any]] = {}
         self._num_calls = 0
         self._num_open = 0
+        self._open_since_step = 0
+        self._is_repeated = False
         self._held_bytes = 0
 
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -107,6 +117,12 @@ class PlannedGraph:
         """Compare what is held now with what the plan assumed, and what was measured with the budget; drop rungs that no longer hold."""
         if self.plan is None or self.budget_bytes is None or not self.options.guard:
             return
+        if self._num_open and not self._is_repeated and torch.is_grad_enabled():
+            self._is_repeated = True
+            self.notes.append(REPEAT_NOTE)
+            log.warning(REPEAT_NOTE)
+            self._rungs.clear()
+            return
         held = measure_static(args, self.device).total_bytes + self.chain.bytes_before(self) + self._open_bytes()
         overshoot = self.observer.overshoot_bytes(self.budget_bytes)
         if self.plan.peak_bytes + held - self._held_bytes <= self.budget_bytes and overshoot <= 0:
@@ -116,7 +132,7 @@ class PlannedGraph:
             reason = f"the step peaked {format_bytes(overshoot)} above the budget"
             self.strategy.margin_bytes += overshoot
             self.observer.forget()
-        if self._num_open:
+        if self._num_open and overshoot <= 0:
             reason += f", with {self._num_open} earlier calls of this graph still waiting for their backward"
         log.warning("planning again: %s", reason)
         self.notes.append(f"planned again: {reason}")
@@ -143,6 +159,8 @@ class PlannedGraph:
         observed = self.observer.around(run, is_backward)
 
         def counted(args: list[Any]) -> Any:
+            if self._open_since_step != self.observer.num_steps:  # forwards that never got a backward die with their step
+                self._open_since_step, self._num_open = self.observer.num_steps, 0
             self._num_open = max(0, self._num_open - 1) if is_backward else self._num_open + 1
             return observed(args)
 
@@ -202,8 +220,12 @@ class PlannedGraph:
         self.static = measure_static(held, self.device)
         self._held_bytes = self.static.total_bytes + self.chain.bytes_before(self) + self._open_bytes()
         reserve = self.chain.bytes_after(self, held) if self.budget_bytes is not None else 0
-        self.plan = strategy.solve(self.budget_bytes, held_bytes=self._held_bytes + reserve, tight=self.chain.continues(self))
+        self.plan = strategy.solve(self.budget_bytes, held_bytes=self._held_bytes + reserve, tight=self._is_repeated or self.chain.continues(self))
         self.notes[:] = [*self.notes, *strategy.notes_of(self.plan)]
+        if self.chain.continues(self):
+            self.notes.append(BREAK_NOTE)
+            if self.budget_bytes is not None:
+                log.warning(BREAK_NOTE)
         self.observer.expect(self.device, static_bytes=self._held_bytes, peak_bytes=self.plan.peak_bytes)
         log.info(
             "planned %d ops: predicted peak %s%s, %d values saved, %d ops recomputed",

@@ -12,6 +12,8 @@ from torch import fx
 from dyngran.compiler import torch_private
 from dyngran.passes.errors import UnknownSize
 
+_UNDECLARED_VIEWS = frozenset({"aten::_unsafe_view"})  # share their argument's storage although the schema does not say so
+_WRAPPERS = frozenset({"aten::_sparse_coo_tensor_with_dims_and_tensors", "aten::_sparse_coo_tensor_unsafe"})  # hold what they are given
 CUDA_BLOCK_BYTES = 512  # the caching allocator rounds every request up to this
 
 
@@ -65,6 +67,9 @@ def _visit(found: Storages, node: fx.Node, device: torch.device) -> None:
         found.of[node] = found.of.get(alias, ())
         return
     reads = tuple(dict.fromkeys(storage for arg in node.all_input_nodes for storage in found.of.get(arg, ())))
+    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _WRAPPERS:
+        found.of[node] = reads
+        return
     if torch_private.is_sym_node(node) and not _reads_data(node):
         found.of[node] = ()
         return
@@ -120,6 +125,8 @@ def _aliased_argument(node: fx.Node) -> fx.Node | None:
     if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
         return None
     schema = node.target._schema
+    if schema.name in _UNDECLARED_VIEWS:
+        return node.args[0] if isinstance(node.args[0], fx.Node) else None
     if len(schema.returns) != 1 or schema.returns[0].alias_info is None:
         return None
     labels = schema.returns[0].alias_info.before_set

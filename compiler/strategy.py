@@ -143,7 +143,7 @@ class Strategy:
         if limit is None:
             return self._plan_of(self.free, "stock")
         if tight:
-            fitting = [outcome for outcome in self.planner.frontier() if self.need_of(outcome.saved) <= limit]
+            fitting = [outcome for outcome in self._outcomes() if self.need_of(outcome.saved) <= limit]
             if fitting:
                 return self._plan_of(min(fitting, key=lambda outcome: (outcome.saved_bytes, outcome.time_us)), "tightest")
         elif self.need_of(self.free.saved) <= limit:
@@ -154,7 +154,7 @@ class Strategy:
         saved = recall_saved(self.store_key, limit)
         if saved is not None and self.need_of(saved) <= limit:
             return self._plan_of(self.planner.add(saved, "stored"), "stored plan")
-        outcomes = self.planner.frontier()
+        outcomes = self._outcomes()
         fitting = [outcome for outcome in outcomes if self.need_of(outcome.saved) <= limit]
         if not fitting:
             return self._last_resort(limit, outcomes)
@@ -162,7 +162,13 @@ class Strategy:
         remember_saved(self.store_key, limit, plan.saved)
         return plan
 
-    def _last_resort(self, limit: int, outcomes: Sequence[Outcome]) -> Plan:
+    def _outcomes(self) -> list[Outcome]:
+        """The planner's frontier and every plan whose code was generated: by its code it may need less than its simulation said."""
+        frontier = self.planner.frontier()
+        on_frontier = {outcome.saved for outcome in frontier}
+        return [*frontier, *(self.simulator.evaluate(saved) for saved in self.accounted if saved not in on_frontier)]
+
+    def _last_resort(self, limit: int, outcomes: list[Outcome]) -> Plan:
         """Nothing fits by what is known. Before a refusal, code is generated for plans that might: first one half way down, then the least.
 
         What generated code of one plan needed beyond its simulation says little of another's, and a refusal must say what is true.
@@ -176,8 +182,8 @@ class Strategy:
             if hopeful or not self.accounted:
                 self.num_probes += 1
                 return self._plan_of(least, "probe")
-        known = [one for one in outcomes if one.saved in self.accounted] if self.problem.fused else list(outcomes)
-        best = min(known or list(outcomes), key=lambda one: self.need_of(one.saved))
+        known = [one for one in outcomes if one.saved in self.accounted] if self.problem.fused else outcomes
+        best = min(known or outcomes, key=lambda one: self.need_of(one.saved))
         raise BudgetTooSmall(
             budget_bytes=limit,
             least_peak_bytes=self.need_of(best.saved),

@@ -144,6 +144,11 @@ class StepObserver:
         return 0 if budget_bytes is None else max(0, self._exact_peak_bytes - budget_bytes)
 
     @property
+    def num_steps(self) -> int:
+        """Steps that have ended."""
+        return self._num_steps
+
+    @property
     def observation(self) -> Observation:
         """Everything measured so far; looking changes nothing."""
         return Observation(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import dyngran
 from dyngran.errors import BudgetTooSmall
+from dyngran.passes.simulate import Outcome
 from dyngran.passes.solvers.portfolio import Planner
 
 FRACTIONS = (0.9, 0.6, 0.3, 0.0)  # of the way from the floor up to the free peak
@@ -85,14 +86,14 @@ def fresh(name: str, **options: object) -> Compiled:
 def probe_floor(name: str) -> tuple[int, Planner]:
     """The least reachable peak as the refusal of an absurd budget names it, and the planner that said so."""
     planners: list[Planner] = []
-    solve = Planner.solve
+    frontier = Planner.frontier
 
-    def spy(self: Planner, *args: object, **kwargs: object) -> object:
+    def spy(self: Planner) -> tuple[Outcome, ...]:
         planners.append(self)
-        return solve(self, *args, **kwargs)  # type: ignore[arg-type]
+        return frontier(self)
 
     compiled, _, inputs = fresh(name, budget=1, **EAGER)
-    with mock.patch.object(Planner, "solve", spy), pytest.raises(BudgetTooSmall) as refusal:
+    with mock.patch.object(Planner, "frontier", spy), pytest.raises(BudgetTooSmall) as refusal:
         compiled(*inputs)
     assert refusal.value.budget_bytes == 1
     assert refusal.value.pinned

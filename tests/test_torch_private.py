@@ -1,0 +1,402 @@
+"""Every function behind the one door to torch's private API, called on the torch that is installed.
+
+What is checked is what dyngran relies on, so that a release which moves or changes something fails here and by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import pickle
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from joint import cut, save_nothing
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+
+from dyngran.compiler import torch_private
+from dyngran.passes.problem import Kind
+
+RELEASE = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+
+class Net(nn.Module):
+    """Two linear layers, dropout, batch norm: random ops, mutation, members of tuples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.dropout(torch.tanh(self.norm(self.first(x))), 0.5)).square().sum()
+
+
+class Seen:
+    """One joint graph as AOTAutograd hands it to a partitioner, with the arguments it came with."""
+
+    def __init__(self, module: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> None:
+        self.graph: fx.GraphModule | None = None
+        self.inputs: list[Any] = []
+
+        def backend(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            self.graph, self.inputs = torch_private.keep_copy(graph), list(example_inputs)
+            return torch_private.compile_eager(graph, example_inputs, partition=self.partition, around=lambda run, _is_backward: run)
+
+        torch._dynamo.reset()
+        self.step = torch.compile(module, backend=backend, dynamic=dynamic)
+        self.out = self.step(*inputs)
+
+    def partition(self, joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        self.num_fwd_outputs: int = kwargs["num_fwd_outputs"]
+        self.static_indices = tuple(kwargs.get("static_lifetime_input_indices") or ())
+        self.joint = torch_private.keep_copy(joint)
+        self.joint_inputs = joint_inputs
+        return torch_private.stock_partition(
+            joint, joint_inputs, num_fwd_outputs=self.num_fwd_outputs, static_lifetime_input_indices=self.static_indices, fused=False
+        )
+
+    def named(self, target: object) -> list[fx.Node]:
+        return [node for node in self.joint.graph.nodes if node.target is target]
+
+
+@pytest.fixture(name="seen")
+def _seen() -> Seen:
+    return Seen(Net(), torch.randn(4, 8))
+
+
+def test_this_release_is_a_supported_one() -> None:
+    assert (2, 11) <= RELEASE < (2, 14)
+
+
+def test_every_public_function_is_called_by_a_test_here() -> None:
+    """Only names that exist are imported lazily inside of functions: calling each is the only proof that this release has them."""
+    public = {
+        name
+        for name, value in vars(torch_private).items()
+        if inspect.isfunction(value) and value.__module__ == torch_private.__name__ and not name.startswith("_")
+    }
+    text = Path(__file__).read_text()
+    assert {name for name in public if f"torch_private.{name}(" not in text} == set()
+
+
+def test_joint_graphs_have_primals_tangents_and_nothing_else_as_inputs(seen: Seen) -> None:
+    placeholders = [node for node in seen.joint.graph.nodes if node.op == "placeholder"]
+    tangents = [node for node in placeholders if torch_private.is_tangent(node)]
+    assert len(tangents) == 1
+    assert [node for node in placeholders if torch_private.is_primal(node)] == placeholders[: -len(tangents)]
+    assert len(placeholders) - 1 == len(list(Net().parameters())) + len(list(Net().buffers())) + 1
+    assert not torch_private.is_nested_joint(seen.joint)
+
+
+def test_outputs_split_into_forward_backward_and_mutations(seen: Seen) -> None:
+    forward, backward, descriptors = torch_private.split_outputs(seen.joint, seen.num_fwd_outputs)
+    assert len(forward) == len(descriptors) == seen.num_fwd_outputs
+    assert len(torch_private.mutated_input_descriptors(descriptors)) == 3  # mean, variance, counter of one batch norm
+    primals = [node for node in seen.joint.graph.nodes if node.op == "placeholder" and torch_private.is_primal(node)]
+    assert len(backward) == len(primals)
+    gradients = [node for node in backward if node is not None]
+    assert len(gradients) == 6
+    described = {node.meta["desc"] for node in primals}
+    assert set(torch_private.mutated_input_descriptors(descriptors)) <= described
+
+
+def test_common_subexpressions_become_one_and_random_ops_do_not() -> None:
+    def step(x: Tensor, weight: Tensor) -> Tensor:
+        twice = torch.sin(x * weight) + torch.sin(x * weight)
+        return (twice + F.dropout(weight, 0.5) + F.dropout(weight, 0.5)).sum()
+
+    seen = Seen(step, torch.randn(8), torch.randn(8, requires_grad=True))
+    assert len(seen.named(torch.ops.aten.sin.default)) == 2
+    graph = torch_private.common_subexpressions(seen.joint.graph)
+    targets = [node.target for node in graph.nodes]
+    assert targets.count(torch.ops.aten.sin.default) == 1
+    assert targets.count(torch.ops.aten.native_dropout.default) == 2
+
+
+def test_forced_saves_and_the_users_checkpoints_are_tagged() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            inner = checkpoint(lambda y: torch.sin(torch.sin(y * self.weight)), x, use_reentrant=False)
+            assert isinstance(inner, Tensor)
+            return torch.cos(inner).sum()
+
+    seen = Seen(Checkpointed(), torch.randn(8))
+    torch_private.tag_forced_saves(seen.joint)
+    tags = [node.meta.get("recompute") for node in seen.named(torch.ops.aten.sin.default)]
+    assert tags
+    assert any(tag in torch_private.USER_RECOMPUTES for tag in tags)
+    assert torch_private.MUST_SAVE is CheckpointPolicy.MUST_SAVE
+
+
+def test_classification_knows_what_depends_on_tangents_and_what_forward_needs(seen: Seen) -> None:
+    info = torch_private.classify(seen.joint, seen.static_indices, seen.num_fwd_outputs)
+    (tanh,) = seen.named(torch.ops.aten.tanh.default)
+    (tanh_backward,) = seen.named(torch.ops.aten.tanh_backward.default)
+    assert info.is_required_fw(tanh)
+    assert not info.is_required_fw(tanh_backward)
+    assert tanh_backward in info.tangents_closure
+    assert tanh not in info.tangents_closure
+
+
+def test_stock_saves_are_nodes_of_forward_and_fewer_under_a_smaller_memory_budget(seen: Seen) -> None:
+    info = torch_private.classify(seen.joint, seen.static_indices, seen.num_fwd_outputs)
+    saved = torch_private.stock_saved_nodes(seen.joint, info, 1.0)
+    assert saved
+    assert all(node not in info.tangents_closure for node in saved)
+    recomputing = torch_private.stock_saved_nodes(seen.joint, info, 0.0)
+    assert all(node.op == "placeholder" for node in recomputing)
+
+
+def test_kinds_of_nodes(seen: Seen) -> None:
+    (dropout,) = seen.named(torch.ops.aten.native_dropout.default)
+    (tanh,) = seen.named(torch.ops.aten.tanh.default)
+    members = [node for node in seen.joint.graph.nodes if torch_private.is_getitem(node)]
+    assert {node.args[0] for node in members} >= {dropout}
+    assert torch_private.is_random(dropout)
+    assert not torch_private.is_random(tanh)
+    assert not torch_private.is_sym_node(tanh)
+    assert not torch_private.is_assert_only(tanh)
+    assert not torch_private.is_opaque(tanh)
+    assert not torch_private.is_effect(tanh)
+    assert not torch_private.must_be_in_backward(tanh)
+    assert not torch_private.is_getitem(tanh)
+    (primal, *_) = (node for node in seen.joint.graph.nodes if node.op == "placeholder")
+    assert torch_private.is_copy_into(seen.joint.graph.call_function(torch.ops.aten.copy_.default, (primal, tanh)), primal)
+
+
+def test_symbolic_sizes_are_nodes_with_hints() -> None:
+    seen = Seen(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(6, 8), dynamic=True)
+    symbols = [node for node in seen.joint.graph.nodes if torch_private.is_sym_node(node)]
+    assert symbols
+    assert 6 in [torch_private.size_hint(node.meta["val"]) for node in symbols]
+    assert torch_private.size_hint(7) == 7
+    assert seen.graph is not None
+    fakes = torch_private.fake_inputs(seen.graph)
+    positions = [position for position, fake in enumerate(fakes) if isinstance(fake, torch.SymInt)]
+    assert positions
+    assert {position: str(symbol) for position, symbol in torch_private.size_symbols(fakes).items()} == {
+        position: str(fakes[position]) for position in positions
+    }
+    assert torch_private.data_dependent_symbols(torch.empty(3)) == {}
+
+
+def test_a_size_that_depends_on_data_is_told_from_one_that_does_not() -> None:
+    found: list[dict[Any, Any]] = []
+
+    def backend(graph: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+        found.extend(torch_private.data_dependent_symbols(node.meta.get("example_value")) for node in graph.graph.nodes)
+        return graph.forward
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        torch.compile(lambda x: torch.nonzero(x), backend=backend, fullgraph=True)(torch.tensor([0.0, 1.0, 1.0]))
+    assert {len(symbols) for symbols in found} == {0, 1}  # the argument has none, the result has one
+
+
+def test_extraction_returns_the_saved_values_and_symbols_that_backward_reads() -> None:
+    seen = Seen(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(6, 8), dynamic=True)
+    info = torch_private.classify(seen.joint, seen.static_indices, seen.num_fwd_outputs)
+    (tanh,) = seen.named(torch.ops.aten.tanh.default)
+    primals = [node for node in seen.joint.graph.nodes if torch_private.is_primal(node) and isinstance(node.meta["val"], Tensor)]
+    symbols = [node for node in seen.joint.graph.nodes if torch_private.is_sym_node(node) and node not in info.tangents_closure]
+    forward, backward = torch_private.extract_forward_and_backward(
+        seen.joint,
+        [*primals, tanh],
+        symbols,
+        [],
+        num_fwd_outputs=seen.num_fwd_outputs,
+        static_lifetime_nodes=info.static_lifetime_input_nodes,
+    )
+    names = {node.name for node in backward.graph.nodes if node.op == "placeholder"}
+    outputs = next(node for node in forward.graph.nodes if node.op == "output").args[0]
+    assert tanh.name in names
+    assert names <= {node.name for node in outputs} | {"tangents_1"}  # type: ignore[union-attr]  # an output node's argument is a tuple
+
+
+def test_recomputed_random_ops_are_replayed_from_the_state_before_them() -> None:
+    """`replay_random_state` is what partition calls for them: forward returns the state, backward starts from it."""
+    module = Net()
+    made = cut(module, save_nothing)
+    made.step(torch.randn(4, 8))
+    again = [node for node in made.captured.joint.module.graph.nodes if torch_private.is_random(node)]
+    info = made.captured.node_info
+    assert again
+    joint = made.captured.joint
+    primals = [node for node in joint.module.graph.nodes if node.op == "placeholder" and torch_private.is_primal(node)]
+    kept = [node for value in made.saved[-1] if (node := made.captured.nodes[value]) is not None]
+    forward, backward = torch_private.extract_forward_and_backward(
+        joint.module, [*primals, *kept], [], [], num_fwd_outputs=joint.num_fwd_outputs,
+        static_lifetime_nodes=info.static_lifetime_input_nodes,  # type: ignore[attr-defined]  # torch's NodeInfo
+    )  # fmt: skip
+    before = {node: node.meta.get("recompute") for node in joint.module.graph.nodes}
+    with torch_private.tracing_again([node.meta["val"] for node in primals]):
+        forward, backward = torch_private.replay_random_state(joint.module, forward, backward, again, 0)
+    assert {node: node.meta.get("recompute") for node in joint.module.graph.nodes} == before  # tags are put back
+    assert any("run_and_save_rng_state" in str(node.target) for node in forward.graph.nodes)
+    assert any("run_with_rng_state" in str(node.target) for node in backward.graph.nodes)
+
+
+def test_getitems_stand_next_to_their_producer() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    pair = graph.call_function(torch.ops.aten.topk.default, (x, 2))
+    other = graph.call_function(torch.ops.aten.sin.default, (x,))
+    member = graph.call_function(operator.getitem, (pair, 0))
+    graph.output((other, member))
+    raised = torch_private.raise_getitems(fx.GraphModule({}, graph))
+    order = [node.name for node in raised.graph.nodes]
+    assert order.index(member.name) == order.index(pair.name) + 1
+
+
+def test_a_boxed_graph_empties_its_arguments() -> None:
+    graph = fx.Graph()
+    graph.output((graph.call_function(torch.ops.aten.sin.default, (graph.placeholder("x"),)),))
+    args = [torch.zeros(2)]
+    run = torch_private.boxed(fx.GraphModule({}, graph))
+    assert torch.equal(run(args)[0], torch.zeros(2))
+    assert args == []
+
+
+def test_eager_compilation_runs_both_graphs_and_wraps_each() -> None:
+    sides: list[bool] = []
+
+    def around(run: torch_private.Boxed, is_backward: bool) -> torch_private.Boxed:
+        sides.append(is_backward)
+        return run
+
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return torch_private.compile_eager(graph, inputs, partition=partition, around=around)
+
+    def partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return torch_private.stock_partition(
+            joint, inputs, num_fwd_outputs=kwargs["num_fwd_outputs"], static_lifetime_input_indices=None, fused=True
+        )
+
+    torch._dynamo.reset()
+    x = torch.ones(4, requires_grad=True)
+    torch.compile(lambda y: torch.sin(y).sum(), backend=backend)(x).backward()
+    assert sorted(sides) == [False, True]
+    torch.testing.assert_close(x.grad, torch.cos(torch.ones(4)))
+
+
+def test_inductor_compilation_hands_out_the_generated_code_of_both_graphs() -> None:
+    codes: list[torch_private.GeneratedCode] = []
+    ran: list[bool] = []
+    uuids: list[object] = []
+
+    def around(run: torch_private.Boxed, is_backward: bool) -> torch_private.Boxed:
+        def counted(args: list[Any]) -> Any:
+            ran.append(is_backward)
+            return run(args)
+
+        counted._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's mark of this calling convention
+        return counted
+
+    def partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        door = torch._inductor.config.custom_partitioner_fn  # type: ignore[attr-defined]
+        uuids.append(door.uuid())
+        return torch_private.stock_partition(
+            joint, inputs, num_fwd_outputs=kwargs["num_fwd_outputs"], static_lifetime_input_indices=None, fused=True
+        )
+
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return torch_private.compile_inductor(
+            graph, inputs, options={}, partition=partition, uuid="one", around=around, on_code=codes.append
+        )  # fmt: skip
+
+    torch._dynamo.reset()
+    weight = torch.ones(8, 8, requires_grad=True)
+    for _ in range(2):  # the second compilation finds Inductor's cache filled: it must still hand out code, and be wrapped
+        torch._dynamo.reset()
+        weight.grad = None
+        torch.compile(lambda w: torch.sin(w @ w).sum(), backend=backend)(weight).backward()
+        assert [code.is_backward for code in codes] == [False, True]
+        assert all("def call(" in code.source and "extern_kernels.mm" in code.source for code in codes)
+        assert all(any(node.target is torch.ops.aten.mm.default for node in code.graph.graph.nodes) for code in codes)
+        assert ran == [False, True]
+        assert uuids == ["one"]
+        codes.clear()
+        ran.clear()
+        uuids.clear()
+    assert weight.grad is not None
+
+
+def test_a_partitioner_survives_the_cache_key() -> None:
+    door = torch_private.DyngranPartitioner(lambda *_, **__: (fx.GraphModule({}, fx.Graph()), fx.GraphModule({}, fx.Graph())), "key")
+    assert pickle.loads(pickle.dumps(door)).uuid() == "key"
+
+
+def test_the_body_of_a_higher_order_operator_is_told_apart() -> None:
+    graph = fx.Graph()
+    graph.output((graph.placeholder("primals_1"),))
+    assert torch_private.is_nested_joint(fx.GraphModule({}, graph))
+
+
+def test_a_kept_graph_compiles_again_outside_of_dynamo_with_the_same_gradients() -> None:
+    module, x = nn.Linear(8, 8), torch.randn(4, 8)
+    seen = Seen(module, x)
+    seen.out.sum().backward()
+    want = module.weight.grad
+    assert seen.graph is not None
+    fakes = torch_private.fake_inputs(seen.graph)
+    assert [tuple(fake.shape) for fake in fakes] == [tuple(value.shape) for value in seen.inputs]
+    with torch_private.tracing_again(fakes):
+        again = torch_private.compile_eager(
+            torch_private.keep_copy(seen.graph), fakes, partition=seen.partition, around=lambda run, _is_backward: run
+        )
+    module.weight.grad = None
+    values = {tuple(p.shape): p for p in module.parameters()} | {(4, 8): x}
+    again(*(values[tuple(fake.shape)] for fake in fakes))[0].sum().backward()
+    assert want is not None
+    assert torch.equal(want, module.weight.grad)  # type: ignore[arg-type]
+
+
+def test_configuration_is_changed_for_one_block_only() -> None:
+    from torch._functorch import config
+
+    before = config.enable_autograd_cache
+    with torch_private.functorch_config(enable_autograd_cache=not before):
+        assert config.enable_autograd_cache is not before
+    assert config.enable_autograd_cache is before
+
+
+def test_options_and_modes_of_inductor() -> None:
+    names = torch_private.inductor_option_names()
+    assert {"fallback_random", "max_autotune", "custom_partitioner_fn"} <= set(names)
+    assert torch_private.mode_options("reduce-overhead") == {"triton.cudagraphs": True}
+    assert torch_private.mode_options("default") == {}
+    assert set(torch_private.mode_options("max-autotune")) <= set(names)
+
+
+def test_a_graph_break_is_seen_in_the_graph_before_it() -> None:
+    ends: list[bool] = []
+
+    def backend(graph: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+        ends.append(torch_private.ends_in_graph_break(graph))
+        ends.append(torch_private.ends_in_graph_break(torch_private.keep_copy(graph)))
+        return graph.forward
+
+    def step(x: Tensor) -> Tensor:
+        x = torch.sin(x)
+        torch._dynamo.graph_break()
+        return torch.cos(x)
+
+    torch._dynamo.reset()
+    torch.compile(step, backend=backend)(torch.ones(2))
+    assert ends == [True, True, False, False]
+
+
+def test_capture_on_this_release_knows_parameters_and_inputs() -> None:
+    made = cut(Net(), save_nothing)
+    made.step(torch.randn(4, 8))
+    kinds = [value.kind for value in made.captured.problem.values]
+    assert kinds.count(Kind.PARAMETER) == 6
