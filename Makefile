@@ -1,4 +1,4 @@
-# make demo | make test | make lint: each installs what it needs into .venv first, and again only when the requirements change.
+# make demo | make test | make test-all | make lint: each installs what it needs into .venv first, and again only when the requirements change.
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +10,7 @@ FLOORS := compiler runtime passes kernels
 # The repository's root must not be importable: it would make `kernels` a top-level module (docs/decisions.md).
 export PYTHONSAFEPATH := 1
 
-.PHONY: install demo test lint typing clean
+.PHONY: install demo test test-all lint typing clean
 
 install: $(STAMP)
 
@@ -24,7 +24,10 @@ demo: install
 	$(BIN)/python bench/demo.py
 
 test: install
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+
+test-all: install
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: install typing
 	$(BIN)/ruff check .

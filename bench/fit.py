@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import IO
@@ -232,36 +233,44 @@ def shown(row: Row) -> str:
     return f"{row['model']:10} {row['config']:6} {row['status']:8} {peaks}  {times}  loss {row.get('loss', '-')}"
 
 
-def fit(args: argparse.Namespace, model: str) -> None:
-    """All configurations of one model: stock (budgets are shares of its peak), dyngran's free plan (fills the cost cache), the rest."""
-    waiting: list[Worker] = []
-    try:
-        stock = Worker(args, model, "stock", budget_bytes=None, batch_factor=1.0)
-        waiting.append(stock)
-        found = stock.row()
-        if found is None or found["status"] != "ok":
-            return
-        static, peak = int(str(found["static_bytes"])), int(str(found["measured_peak_bytes"]))
+def compiled(args: argparse.Namespace, model: str, waiting: list[Worker]) -> None:
+    """Compile all configurations of one model: stock (budgets are shares of its peak), dyngran's free plan, the budgets."""
+    stock = Worker(args, model, "stock", budget_bytes=None, batch_factor=1.0)
+    waiting.append(stock)
+    found = stock.row()
+    if found is None or found["status"] != "ok":
+        return
+    static, peak = int(str(found["static_bytes"])), int(str(found["measured_peak_bytes"]))
+    if not args.skip_free:
         free = Worker(args, model, "free", budget_bytes=None, batch_factor=1.0)
         waiting.append(free)
         free.row()
-        todo = [(f"f{share:.2f}", static + int(share * (peak - static)), 1.0) for share in args.budgets]
-        while todo:
-            group, todo = todo[: args.at_once], todo[args.at_once :]
-            workers = [Worker(args, model, name, budget_bytes=budget, batch_factor=factor) for name, budget, factor in group]
-            waiting += workers
-            for worker in workers:
-                worker.row()
-        while waiting:
-            waiting.pop(0).time()
-        for factor in args.batches:  # these need the card for themselves: its memory, not only its time
-            worker = Worker(args, model, f"x{factor:g}", budget_bytes=peak, batch_factor=factor)
-            waiting.append(worker)
+    todo = [(f"f{share:.2f}", static + int(share * (peak - static)), 1.0) for share in args.budgets]
+    while todo:
+        group, todo = todo[: args.at_once], todo[args.at_once :]
+        workers = [Worker(args, model, name, budget_bytes=budget, batch_factor=factor) for name, budget, factor in group]
+        waiting += workers
+        for worker in workers:
             worker.row()
-            waiting.pop().time()
+    for factor in args.batches:  # these need the card for themselves: its memory, not only its time
+        worker = Worker(args, model, f"x{factor:g}", budget_bytes=peak, batch_factor=factor)
+        waiting.append(worker)
+        worker.row()
+
+
+def fit(args: argparse.Namespace, models: list[str]) -> None:
+    """Compile the models' configurations side by side, then time each alone."""
+    waiting: list[list[Worker]] = [[] for _ in models]
+    try:
+        with ThreadPoolExecutor(len(models)) as pool:
+            list(pool.map(lambda model, workers: compiled(args, model, workers), models, waiting))
+        for workers in waiting:
+            while workers:
+                workers.pop(0).time()
     finally:
-        for worker in waiting:
-            worker.stop()
+        for workers in waiting:
+            for worker in workers:
+                worker.stop()
 
 
 def main() -> int:
@@ -269,6 +278,8 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=["llama350m", "vitl", "resnet152"], choices=list(CASES))
     parser.add_argument("--budgets", nargs="*", type=float, default=[0.9, 0.7, 0.5, 0.3], help="shares of the free transient")
     parser.add_argument("--batches", nargs="*", type=float, default=[], help="multiples of the batch, under stock compile's peak")
+    parser.add_argument("--skip-free", action="store_true", help="leave out dyngran without a budget")
+    parser.add_argument("--side-by-side", action="store_true", help="compile all models at the same time; the card must hold them")
     parser.add_argument("--at-once", type=int, default=3, help="processes that compile side by side")
     parser.add_argument("--steps", type=int, default=20, help="timed steps")
     parser.add_argument("--out", default=str(Path(os.environ.get("OUT", ".")) / "fit.jsonl"))
@@ -285,8 +296,8 @@ def main() -> int:
         torch.set_num_threads(1)
     if args.one:
         return one(args)
-    for model in args.models:
-        fit(args, model)
+    for models in [args.models] if args.side_by_side else [[model] for model in args.models]:
+        fit(args, models)
     return 0
 
 

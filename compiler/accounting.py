@@ -72,7 +72,8 @@ class _Replay:
         self._device = captured.device
         self._placeholders = [node for node in code.graph.graph.nodes if node.op == "placeholder"]
         self._is_backward = code.is_backward
-        self._primals = {node.name for node in captured.joint.module.graph.nodes if node.op == "placeholder" and torch_private.is_primal(node)}
+        joint = captured.joint.module.graph
+        self._primals = {node.name for node in joint.nodes if node.op == "placeholder" and torch_private.is_primal(node)}
         self._never_freed = never_freed
         self._body = _call_body(code.source)
         self._size_of: dict[int, int] = {}
@@ -83,7 +84,9 @@ class _Replay:
         self._workspace = {op.name: op.workspace_bytes for op in captured.problem.ops if op.workspace_bytes}
         sizes = captured.problem.values
         self._like = {  # for ops that a rewriter wrapped: the same target with the same bytes of results has the same workspace
-            (op.target, sum(sizes[write].size_bytes for write in op.writes)): op.workspace_bytes for op in captured.problem.ops if op.workspace_bytes
+            (op.target, sum(sizes[write].size_bytes for write in op.writes)): op.workspace_bytes
+            for op in captured.problem.ops
+            if op.workspace_bytes
         }
 
     def peak(self) -> int:
@@ -274,7 +277,8 @@ def _by_target(graph: fx.GraphModule) -> dict[str, list[fx.Node]]:
         if isinstance(node.target, torch._ops.OpOverload):
             found.setdefault(node.target._schema.name.split("::")[1], []).append(node)
         elif isinstance(node.target, torch_private.HIGHER_ORDER_TYPE):
-            found.setdefault(node.target.name(), []).append(node)
+            name = node.target.name()  # type: ignore[no-untyped-call]  # torch gives it no types
+            found.setdefault(name, []).append(node)
     return found
 
 
@@ -282,8 +286,8 @@ def _result_of(node: fx.Node) -> Any:
     """A node's value; for nodes that a rewriter added without one, what its getitems say of its members."""
     if "val" in node.meta:
         return node.meta["val"]
-    members = {user.args[1]: _result_of(user) for user in node.users if torch_private.is_getitem(user)}
-    return [members.get(position) for position in range(max(members, default=-1) + 1)]  # type: ignore[type-var]  # getitem takes ints
+    members: dict[Any, Any] = {user.args[1]: _result_of(user) for user in node.users if torch_private.is_getitem(user)}
+    return [members.get(position) for position in range(max(members, default=-1) + 1)]
 
 
 def _leaves(tree: _Tree) -> tuple[int, ...]:

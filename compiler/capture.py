@@ -251,7 +251,7 @@ def _write_back(index: int, values: tuple[int, ...]) -> Op:
 def _op(node: fx.Node, position: int, storages: Storages, node_info: object, cost: Measurement) -> Op:
     if node in node_info.tangents_closure or torch_private.must_be_in_backward(node):  # type: ignore[attr-defined]  # torch's NodeInfo
         side = Side.BACKWARD
-    elif node_info.is_required_fw(node) or any(torch_private.is_sym_node(user) for user in node.users) or torch_private.is_sym_node(node):  # type: ignore[attr-defined]
+    elif _runs_in_forward(node, node_info):
         side = Side.FORWARD
     else:
         side = Side.FREE
@@ -277,7 +277,18 @@ def _op(node: fx.Node, position: int, storages: Storages, node_info: object, cos
 
 def _is_constant(node: fx.Node) -> bool:
     """Made from nothing (``full``, ``arange``): never worth saving, and as a saved operand it would keep loops from inlining."""
-    return isinstance(node.target, torch._ops.OpOverload) and not node.all_input_nodes and not torch_private.is_random(node) and not pin_reason(node)
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and not node.all_input_nodes
+        and not torch_private.is_random(node)
+        and not pin_reason(node)
+    )
+
+
+def _runs_in_forward(node: fx.Node, node_info: object) -> bool:
+    """A forward output needs it, or it is a scalar or makes one: scalars are cheap to save and shapes depend on them."""
+    is_required: bool = node_info.is_required_fw(node)  # type: ignore[attr-defined]  # torch's NodeInfo
+    return is_required or torch_private.is_sym_node(node) or any(torch_private.is_sym_node(user) for user in node.users)
 
 
 def _num_elements(node: fx.Node) -> int:

@@ -66,14 +66,15 @@ class StepChain:
             return 0
         own = {id(tensor) for tensor in held}
         leaves = [t for t in held if isinstance(t, torch.nn.Parameter)]
-        later = {
+        later: dict[int, int] = {
             id(p): p.numel() * p.element_size()
             for optimizer in find_optimizers(leaves)
             for group in optimizer.param_groups
             for p in group["params"]
             if p.requires_grad and id(p) not in own
         }
-        return sum(later.values()) * (2 if member.device.type == "cpu" else 1)
+        times = 2 if member.device.type == "cpu" else 1
+        return times * sum(later.values())
 
     def _position(self, member: Any) -> int:
         return next(i for i, ref in enumerate(self._members) if ref() is member)

@@ -27,15 +27,18 @@ _REDUCTIONS = frozenset(
     )
 ) | {"prims::sum", "prims::amax", "prims::amin", "prims::var"}  # fmt: skip
 
-_POINTWISE = frozenset(
+_POINTWISE_ATEN = frozenset(
     f"aten::{name}"
     for name in (
-        "_to_copy", "where", "clone", "full", "full_like", "zeros_like", "ones_like", "arange", "empty", "embedding", "gather", "index_select",
-        "cat", "constant_pad_nd", "slice_scatter", "select_scatter", "gelu", "gelu_backward", "silu_backward", "sigmoid_backward",
+        "_to_copy", "where", "clone", "full", "full_like", "zeros_like", "ones_like", "arange", "empty", "embedding", "gather",
+        "index_select", "cat",
+        "constant_pad_nd", "slice_scatter", "select_scatter", "gelu", "gelu_backward", "silu_backward", "sigmoid_backward",
         "tanh_backward", "threshold_backward", "native_dropout_backward", "copy", "lift_fresh_copy", "scalar_tensor", "upsample_nearest2d",
         "hardtanh_backward", "leaky_relu_backward", "elu_backward", "flip", "roll", "repeat", "tril", "triu", "iota", "index",
     )
-) | {  # fmt: skip
+)  # fmt: skip
+
+_POINTWISE = _POINTWISE_ATEN | {
     "prims::convert_element_type",
     "prims::iota",
     "prims::inductor_random",

@@ -20,7 +20,11 @@ def partition(captured: Captured, saved: Iterable[int]) -> tuple[fx.GraphModule,
     """
     joint = captured.joint.module
     keep = sorted(set(saved))
-    saved_nodes = [node for node in joint.graph.nodes if node.op == "placeholder" and torch_private.is_primal(node) and not torch_private.is_sym_node(node)]
+    saved_nodes = [
+        node
+        for node in joint.graph.nodes
+        if node.op == "placeholder" and torch_private.is_primal(node) and not torch_private.is_sym_node(node)
+    ]
     saved_nodes += [node for value in keep if (node := captured.nodes[value]) is not None]
     opaque = [node for node in saved_nodes if torch_private.is_opaque(node)]
     saved_nodes = [node for node in saved_nodes if node not in set(opaque)]
@@ -35,7 +39,9 @@ def partition(captured: Captured, saved: Iterable[int]) -> tuple[fx.GraphModule,
     )
     _drop_unread_random(backward)
     forward, backward = _replay_random(captured, forward, backward, len(symbols))
-    backward = delay_recompute(backward, is_root=lambda node: torch_private.is_tangent(node) or torch_private.must_be_in_backward(node) or _is_mutation(node))
+    backward = delay_recompute(
+        backward, is_root=lambda node: torch_private.is_tangent(node) or torch_private.must_be_in_backward(node) or _is_mutation(node)
+    )
     _check_no_pinned_twice(captured, forward, backward)
     return torch_private.raise_getitems(forward), torch_private.raise_getitems(backward)
 
@@ -60,11 +66,17 @@ def _drop_unread_random(backward: fx.GraphModule) -> None:
     backward.recompile()
 
 
-def _replay_random(captured: Captured, forward: fx.GraphModule, backward: fx.GraphModule, num_symbols: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+def _replay_random(
+    captured: Captured, forward: fx.GraphModule, backward: fx.GraphModule, num_symbols: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Random ops that run in both graphs must draw the same numbers; one that runs only in backward must not move the user's stream."""
     in_forward = {node.name for node in forward.graph.nodes if torch_private.is_random(node)}
     in_backward = {node.name for node in backward.graph.nodes if torch_private.is_random(node)}
-    twice = [node for node in captured.joint.module.graph.nodes if node.name in in_forward and node.name in in_backward and torch_private.is_random(node)]
+    twice = [
+        node
+        for node in captured.joint.module.graph.nodes
+        if node.name in in_forward and node.name in in_backward and torch_private.is_random(node)
+    ]
     if not twice:
         return forward, backward
     return torch_private.replay_random_state(captured.joint.module, forward, backward, twice, num_symbols)

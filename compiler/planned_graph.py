@@ -28,6 +28,7 @@ from dyngran.runtime.observe import StepObserver
 log = logging.getLogger("dyngran")
 
 MAX_COMPILES = 5  # plan, generate code, account for it; tighten and try again at most this often
+UNREAD_NOTE = "the generated code could not be accounted for: the predicted peak is the simulator's, and may be a few per cent off"
 BREAK_NOTE = (
     "a graph break follows this graph: it is planned to leave most to the graphs after it, and how often they run is not known. "
     "Find the break with torch.compile(..., fullgraph=True); without it the plan is exact and faster."
@@ -183,7 +184,9 @@ class PlannedGraph:
                 return run
         raise self._refusal()
 
-    def _generate(self, module: fx.GraphModule, inputs: Sequence[Any], cut: torch_private.Partitioner, account: WrapperAccount) -> Callable[..., Any]:
+    def _generate(
+        self, module: fx.GraphModule, inputs: Sequence[Any], cut: torch_private.Partitioner, account: WrapperAccount
+    ) -> Callable[..., Any]:
         around = self._around
         if self.options.codegen is Codegen.EAGER:
             return torch_private.compile_eager(module, inputs, partition=cut, around=around)
@@ -201,7 +204,11 @@ class PlannedGraph:
             fused = self.options.codegen is Codegen.INDUCTOR
             if torch_private.is_nested_joint(joint):
                 return torch_private.stock_partition(
-                    joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static_lifetime_input_indices, fused=fused
+                    joint,
+                    joint_inputs,
+                    num_fwd_outputs=num_fwd_outputs,
+                    static_lifetime_input_indices=static_lifetime_input_indices,
+                    fused=fused,
                 )
             try:
                 return self._plan_and_cut(joint, num_fwd_outputs, tuple(static_lifetime_input_indices or ()), held)
@@ -220,7 +227,9 @@ class PlannedGraph:
         self.static = measure_static(held, self.device)
         self._held_bytes = self.static.total_bytes + self.chain.bytes_before(self) + self._open_bytes()
         reserve = self.chain.bytes_after(self, held) if self.budget_bytes is not None else 0
-        self.plan = strategy.solve(self.budget_bytes, held_bytes=self._held_bytes + reserve, tight=self._is_repeated or self.chain.continues(self))
+        self.plan = strategy.solve(
+            self.budget_bytes, held_bytes=self._held_bytes + reserve, tight=self._is_repeated or self.chain.continues(self)
+        )
         self.notes[:] = [*self.notes, *strategy.notes_of(self.plan)]
         if self.chain.continues(self):
             self.notes.append(BREAK_NOTE)
@@ -243,6 +252,9 @@ class PlannedGraph:
             return True
         transient_bytes = wrapper_peak(account, self.strategy.captured, self.plan)
         if transient_bytes is None:
+            if self.options.codegen is Codegen.INDUCTOR and self.budget_bytes is not None:
+                self.notes.append(UNREAD_NOTE)
+                log.warning(UNREAD_NOTE)
             return True
         self.plan = self.strategy.account(self.plan, transient_bytes)
         self.observer.expect(self.device, static_bytes=self._held_bytes, peak_bytes=self.plan.peak_bytes)

@@ -44,7 +44,7 @@ def price_nodes(
     profiled = [node for node in nodes if not (fused and _is_generated(node))]
     if measure and profiled:
         progress(f"measuring {len(profiled)} operators")
-    if limit_bytes is not None and any(_result_bytes(node, device) > limit_bytes for node in profiled):
+    if limit_bytes is not None and any(_planned_bytes(node, device) > limit_bytes for node in profiled):
         limit_bytes = device_memory(device).free_bytes // 2  # no plan can fit: measure, so that the refusal names the true least peak
     profiler = OpProfiler(spec, device if measure else None, cache=ProfileCache.default(), limit_bytes=limit_bytes)
     prices = dict(zip(profiled, profiler.measure_all([_request(node) for node in profiled]), strict=True))
@@ -58,8 +58,10 @@ def _is_generated(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("prims", "inductor")
 
 
-def _result_bytes(node: fx.Node, device: torch.device) -> int:
-    return sum(storage_bytes(tensor, device) for tensor in tensors_of(node.meta.get("val")))
+def _planned_bytes(node: fx.Node, device: torch.device) -> int:
+    """Results and operands that a plan has to hold while the op runs; inputs of the graph are held anyway."""
+    touched = [node, *(operand for operand in node.all_input_nodes if operand.op == "call_function")]
+    return sum(storage_bytes(tensor, device) for item in touched for tensor in tensors_of(item.meta.get("val")))
 
 
 def _request(node: fx.Node) -> Request:

@@ -23,9 +23,10 @@ def pin_reason(node: fx.Node) -> str:
     if torch_private.is_effect(node):
         return "has an effect outside the graph"
     if isinstance(target, torch_private.HIGHER_ORDER_TYPE):
-        if target.name() in REPEATABLE_HIGHER_ORDER or tag in torch_private.USER_RECOMPUTES:
+        name = target.name()  # type: ignore[no-untyped-call]  # torch gives it no types
+        if name in REPEATABLE_HIGHER_ORDER or tag in torch_private.USER_RECOMPUTES:
             return ""
-        return f"higher-order operator {target.name()}"
+        return f"higher-order operator {name}"
     if not isinstance(target, torch._ops.OpOverload):
         return "" if getattr(target, "__module__", "") in ("_operator", "math", "torch") else "not a torch operator"
     if target._schema.is_mutable:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -33,15 +35,12 @@ def graphs_of(handle: torch.nn.Module | Callable[..., Any] | None) -> list[Plann
     """
     with _lock:
         alive = [graph for ref in _graphs if (graph := ref()) is not None and graph.plan is not None]
-    if handle is None:
-        found = [graph for graph in alive if graph.chain is alive[-1].chain] if alive else []
+    modules = _modules_of(handle)
+    if modules:
+        wanted = {id(parameter) for module in modules for parameter in module.parameters()}
+        found = [graph for graph in alive if any(id(parameter) in wanted for parameter in graph.parameters())]
     else:
-        module = _module_of(handle)
-        wanted = {id(parameter) for parameter in module.parameters()} if module is not None else None
-        if wanted is None:
-            found = [graph for graph in alive if graph.chain is alive[-1].chain] if alive else []
-        else:
-            found = [graph for graph in alive if any(id(parameter) in wanted for parameter in graph.parameters())]
+        found = [graph for graph in alive if graph.chain is alive[-1].chain]
     if not found:
         raise NothingCompiled(
             "dyngran has not planned a graph of this model yet: call it once with gradients enabled, and check that it needs gradients."
@@ -49,9 +48,16 @@ def graphs_of(handle: torch.nn.Module | Callable[..., Any] | None) -> list[Plann
     return found
 
 
-def _module_of(handle: Any) -> torch.nn.Module | None:
+def _modules_of(handle: Any) -> list[torch.nn.Module]:
+    """The module itself, the owner of a compiled method, or the modules with parameters that a compiled function names."""
     if isinstance(handle, torch.nn.Module):
-        return handle
-    original = getattr(handle, "_torchdynamo_orig_callable", None)
-    owner = getattr(original, "__self__", None)
-    return owner if isinstance(owner, torch.nn.Module) else None
+        return [handle]
+    function = getattr(handle, "_torchdynamo_orig_callable", handle)
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, torch.nn.Module):
+        return [owner]
+    if not isinstance(function, FunctionType):
+        return []
+    names = inspect.getclosurevars(function)
+    named = [value for value in (*names.nonlocals.values(), *names.globals.values()) if isinstance(value, torch.nn.Module)]
+    return [module for module in named if any(True for _ in module.parameters())]

@@ -52,7 +52,7 @@ def find_storages(graph: fx.Graph, device: torch.device) -> Storages:
 
 def _visit(found: Storages, node: fx.Node, device: torch.device) -> None:
     if torch_private.is_getitem(node) and isinstance(node.args[0], fx.Node) and node.args[0] in found.members:
-        member = found.members[node.args[0]][node.args[1]]  # type: ignore[index]  # getitem's second argument is an int
+        member = found.members[node.args[0]][_position(node)]
         found.of[node] = () if member is None else (member,)
         if member is not None and found.storages[member].producer is node.args[0]:
             found.storages[member].node = node
@@ -76,8 +76,8 @@ def _visit(found: Storages, node: fx.Node, device: torch.device) -> None:
     found.ops.append(node)
     found.reads[node] = reads
     value = node.meta.get("val")
-    if isinstance(value, (tuple, list)):
-        members = [_member(found, node, item, device) for item in value]
+    if isinstance(value, (tuple, list, dict)):
+        members = [_member(found, node, item, device) for item in (value.values() if isinstance(value, dict) else value)]
         found.members[node] = tuple(members)
         found.of[node] = tuple(member for member in members if member is not None)
         found.writes[node] = tuple(member for member in found.of[node] if found.storages[member].producer is node)
@@ -87,6 +87,15 @@ def _visit(found: Storages, node: fx.Node, device: torch.device) -> None:
     else:
         found.of[node] = _own(found, node, value, device, producer=node)
         found.writes[node] = found.of[node]
+
+
+def _position(getitem: fx.Node) -> int:
+    """Which member a getitem takes; results of Triton kernels are dictionaries, in the order of their keys."""
+    owner, key = getitem.args
+    value = owner.meta.get("val") if isinstance(owner, fx.Node) else None
+    place = list(value).index(key) if isinstance(value, dict) else key
+    assert isinstance(place, int)
+    return place
 
 
 def _member(found: Storages, node: fx.Node, value: Any, device: torch.device) -> int | None:
@@ -105,7 +114,9 @@ def _own(found: Storages, node: fx.Node, value: Any, device: torch.device, *, pr
 
 def storage_bytes(value: torch.Tensor, device: torch.device, *, on_device: bool = False) -> int:
     """Bytes the allocator hands out for a fresh tensor like this one; 0 if it lives on another device, unless ``on_device``."""
-    if not on_device and (value.device.type != device.type or (device.index is not None and value.device.index not in (None, device.index))):
+    if not on_device and (
+        value.device.type != device.type or (device.index is not None and value.device.index not in (None, device.index))
+    ):
         return 0
     if value.layout is not torch.strided:
         return _rounded(torch_private.size_hint(value.numel()) * value.dtype.itemsize, device)
@@ -138,7 +149,9 @@ def _aliased_argument(node: fx.Node) -> fx.Node | None:
 
 
 def _returns_its_argument(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable and isinstance(node.meta.get("val"), torch.Tensor)
+    return (
+        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable and isinstance(node.meta.get("val"), torch.Tensor)
+    )
 
 
 def _reads_data(node: fx.Node) -> bool:
@@ -150,8 +163,8 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in a node's value."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from tensors_of(item)
 
 

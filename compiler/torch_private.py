@@ -106,7 +106,9 @@ def is_tangent(node: fx.Node) -> bool:
 
 def is_assert_only(node: fx.Node) -> bool:
     """A SymBool that only run-time assertions read: never worth saving."""
-    return isinstance(node.meta.get("val"), torch.SymBool) and all(user.target is torch.ops.aten._assert_scalar.default for user in node.users)
+    return isinstance(node.meta.get("val"), torch.SymBool) and all(
+        user.target is torch.ops.aten._assert_scalar.default for user in node.users
+    )
 
 
 def is_opaque(node: fx.Node) -> bool:
@@ -141,7 +143,7 @@ def extract_forward_and_backward(
     num_fwd_outputs: int,
     static_lifetime_nodes: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Copy the joint graph twice: forward returns ``saved`` beside its outputs, backward starts from them. Prunes what backward never reads."""
+    """Copy the joint graph twice: forward returns ``saved`` beside its outputs, backward starts from those of them that it reads."""
     import inspect
 
     from torch._functorch.partitioners import _extract_fwd_bwd_modules
@@ -164,7 +166,7 @@ def extract_forward_and_backward(
 def replay_random_state(
     joint: fx.GraphModule, forward: fx.GraphModule, backward: fx.GraphModule, random_nodes: Sequence[fx.Node], num_symbols: int
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Make each recomputed random op draw the numbers it drew in forward: forward returns the generator's state before it, backward restores it."""
+    """Make recomputed random ops draw what they drew in forward, which returns the generator's state before each for backward to set."""
     from torch._functorch.partitioners import functionalize_rng_ops
 
     before = {node: node.meta.get("recompute") for node in random_nodes}
@@ -244,7 +246,7 @@ def compile_eager(
     compiled = aot_autograd(
         fw_compiler=finish(False), bw_compiler=finish(True), inference_compiler=lambda gm, _inputs: boxed(gm), partition_fn=partition
     )(module, inputs)
-    return compiled  # type: ignore[no-any-return]
+    return compiled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +278,7 @@ def compile_inductor(
         is_backward = bool(kwargs.get("is_backward", False))
         if is_backward:
             _keep_saved_tensors_intact()
-        compiled = compile_fx_inner(gm, example_inputs, **kwargs)
+        compiled: Any = compile_fx_inner(gm, example_inputs, **kwargs)
         if getattr(compiled, "source_code", None):
             on_code(GeneratedCode(source=compiled.source_code, graph=gm, is_backward=is_backward))
         if not kwargs.get("is_inference", False) and getattr(compiled, "current_callable", None) is not None:
@@ -288,7 +290,9 @@ def compile_inductor(
     # Inductor's own cache of generated code stays on; it is keyed by the two graphs and by the partitioner's uuid.
     # Backward is compiled at once too, so that its code can be accounted for before the first step.
     with functorch_config(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
-        return compile_fx(module, list(inputs), inner_compile=inner, config_patches=patches)  # type: ignore[no-any-return]
+        compiled: Any = compile_fx(module, list(inputs), inner_compile=inner, config_patches=patches)
+    run: Callable[..., Any] = compiled
+    return run
 
 
 def _keep_saved_tensors_intact() -> None:
@@ -324,9 +328,7 @@ def fake_inputs(module: fx.GraphModule) -> list[Any]:
 def size_symbols(inputs: Sequence[Any]) -> dict[int, Any]:
     """Positions of symbolic integers among a graph's fake inputs, with the symbol each stands for."""
     return {
-        position: value.node.expr
-        for position, value in enumerate(inputs)
-        if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol
+        position: value.node.expr for position, value in enumerate(inputs) if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol
     }
 
 
@@ -338,7 +340,7 @@ def keep_copy(module: fx.GraphModule) -> fx.GraphModule:
         moved[node] = graph.node_copy(node, moved.__getitem__)
         moved[node].meta = dict(node.meta)
         if hasattr(node, "_dynamo_source"):
-            moved[node]._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]  # Dynamo keeps it there
+            moved[node]._dynamo_source = node._dynamo_source  # Dynamo keeps it there
     copy = fx.GraphModule(module, graph)
     copy.meta = dict(module.meta)
     for name in ("_param_name_to_source", "_source_to_user_stacks", "compile_subgraph_reason", "device_mesh"):
@@ -357,7 +359,7 @@ def tracing_again(inputs: Sequence[Any]) -> Iterator[None]:
         yield
 
 
-class DyngranPartitioner(CustomPartitionerFn):  # type: ignore[misc]  # torch ships no types for it
+class DyngranPartitioner(CustomPartitionerFn):
     """Inductor's door for a partitioner; the uuid makes its caches tell our plans apart."""
 
     def __init__(self, partition: Partitioner | None, uuid: str) -> None:

@@ -141,7 +141,7 @@ def bound(size: torch.SymInt) -> int:
 
 
 def guessed_size(shapes: Any) -> int:
-    """What a size without any bound is taken for: the largest symbolic size the graph was traced with, `DATA_SIZE_GUESS` if there is none."""
+    """What a size without a bound is taken for: the largest symbolic size of the trace, `DATA_SIZE_GUESS` if there is none."""
     return max((int(value) for value in shapes.backed_var_to_val.values() if value.is_Integer), default=DATA_SIZE_GUESS)
 
 

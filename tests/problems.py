@@ -35,6 +35,7 @@ class Builder:
         fusible: bool = False,
         reduction: bool = False,
         pinned: str = "",
+        user_recompute: bool = False,
         workspace_bytes: int = 0,
         region: str = "",
         kind: Kind = Kind.ACTIVATION,
@@ -54,6 +55,7 @@ class Builder:
             fusible=fusible,
             reduction=reduction,
             pinned=pinned,
+            user_recompute=user_recompute,
             workspace_bytes=workspace_bytes,
             region=region,
             num_elements=size_bytes,
@@ -167,7 +169,7 @@ def transformer(num_layers: int, *, width_bytes: int = 1 << 20, fused: bool = Fa
 
 @st.composite
 def problems(draw: st.DrawFn, *, max_forward: int = 7, fused: bool | None = None) -> Problem:
-    """Small problems of any shape: branches, skips, free ops, pinned ops, outputs, inputs as gradients, zero sizes."""
+    """Small problems of any shape: branches, skips, free ops, pinned ops, user checkpoints, outputs, inputs as gradients, zero sizes."""
     build = Builder(fused=draw(st.booleans()) if fused is None else fused)
     size = st.integers(0, 6)
     made = [build.given(draw(size), Kind.PARAMETER), build.given(draw(size), Kind.INPUT)]
@@ -183,6 +185,7 @@ def problems(draw: st.DrawFn, *, max_forward: int = 7, fused: bool | None = None
                 fusible=fusible,
                 reduction=fusible and draw(st.booleans()),
                 pinned=draw(st.sampled_from(["", "", "", "random"])),
+                user_recompute=draw(st.sampled_from([False, False, False, True])),
                 workspace_bytes=draw(st.sampled_from([0, 0, 2])),
             )
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from time import monotonic
 
-from dyngran.passes.archive import Archive, Entry, Judge
+from dyngran.passes.archive import Archive, Judge
 from dyngran.passes.decide import decide
 from dyngran.passes.errors import BudgetTooSmall, InvalidOption, format_bytes
 from dyngran.passes.plan import Plan
