@@ -16,6 +16,7 @@ from dyngran.compiler.accounting import WrapperAccount, wrapper_peak
 from dyngran.compiler.chain import StepChain
 from dyngran.compiler.options import Codegen, Options
 from dyngran.compiler.partition import partition
+from dyngran.compiler.progress import Heartbeat
 from dyngran.compiler.static_memory import StaticMemory, input_kinds, measure_static, resolve_budget
 from dyngran.compiler.store import options_key
 from dyngran.compiler.strategy import Strategy
@@ -176,7 +177,8 @@ class PlannedGraph:
             account = WrapperAccount()
             run = None
             try:
-                run = self._generate(torch_private.keep_copy(self._module), inputs, cut, account)
+                with Heartbeat("tracing, planning and generating code"):
+                    run = self._generate(torch_private.keep_copy(self._module), inputs, cut, account)
             finally:
                 if run is None and refusal:  # code generators wrap what a partitioner raises: the refusal itself goes on
                     raise refusal[0]

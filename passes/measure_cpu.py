@@ -8,10 +8,12 @@ taken again outside of it.
 from __future__ import annotations
 
 import bisect
+import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from dyngran.passes.profile_cache import Measurement
 
 MARKER = "dyngran::measure::"
 FAILURES = (RuntimeError, IndexError, TypeError, ValueError, AssertionError, KeyError, AttributeError)
+LOG_LEVEL = "KINETO_LOG_LEVEL"
 MAX_RUNS = 5
 SINGLE_RUN_US = 100e3  # a first run slower than this is taken as it is, cold caches and all
 RUNS_US = 20e3  # time spent on repeating one operator
@@ -39,11 +42,27 @@ def profiler_is_active() -> bool:
 
 
 def start_profiler_once() -> None:
-    """Start and stop an empty session on the caller's thread: the profiler complains on stderr if its first one is on another thread."""
+    """Start and stop an empty session on the caller's thread: the profiler complains on stderr if its first one is on another thread.
+
+    It also writes two marks to stderr for every session of the process, unless its log level says otherwise when the first one starts.
+    """
     with _one_session:
         if not _was_started and not profiler_is_active():
-            with profile(activities=[ProfilerActivity.CPU], acc_events=True):
+            with _quiet_profiler(), profile(activities=[ProfilerActivity.CPU], acc_events=True):
                 _was_started.append(True)
+
+
+@contextmanager
+def _quiet_profiler() -> Iterator[None]:
+    """``KINETO_LOG_LEVEL``, which the profiler reads once, for as long as it takes to read it; a level of the user's stays."""
+    own = LOG_LEVEL not in os.environ
+    if own:
+        os.environ[LOG_LEVEL] = "99"
+    try:
+        yield
+    finally:
+        if own:
+            os.environ.pop(LOG_LEVEL, None)
 
 
 def measure_on_cpu(jobs: Sequence[Job], pool: InputPool, *, limit_s: float, on_progress: Progress | None = None) -> list[Measurement | str]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from dyngran.passes.measure_cpu import profiler_is_active
+from dyngran.passes.measure_cpu import profiler_is_active, start_profiler_once
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -89,6 +89,7 @@ class CpuAllocationTrace:
         self._session: Any = None  # a torch.profiler.profile, which is not annotated
 
     def __enter__(self) -> CpuAllocationTrace:
+        start_profiler_once()
         if not profiler_is_active():
             self._session = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
             self._session.__enter__()
