@@ -20,7 +20,7 @@ from dyngran.compiler.progress import Heartbeat
 from dyngran.compiler.static_memory import StaticMemory, input_kinds, measure_static, resolve_budget
 from dyngran.compiler.store import options_key
 from dyngran.compiler.strategy import Strategy
-from dyngran.passes.errors import BudgetTooSmall, DyngranError, format_bytes
+from dyngran.passes.errors import BudgetTooSmall, DyngranError, ToolMissing, format_bytes
 from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Kind
 from dyngran.passes.signature import planned_sizes
@@ -91,7 +91,11 @@ class PlannedGraph:
         return [leaf for ref in self._leaves if (leaf := ref()) is not None]
 
     def compile(self, inputs: Sequence[Any]) -> None:
-        """First compilation, inside Dynamo. Raises what the plan refuses with."""
+        """First compilation, inside Dynamo. Raises what the plan refuses with, ToolMissing if the code generator lacks a compiler."""
+        if self.options.codegen is Codegen.INDUCTOR:
+            missing = torch_private.missing_tool({tensor.device.type for tensor in inputs if isinstance(tensor, torch.Tensor)} - {"meta"})
+            if missing is not None:
+                raise ToolMissing(f"{missing}; or use options={{'codegen': 'eager'}}, which runs the planned graphs op by op.")
         self._rungs[self._situation(inputs)] = self._build(inputs, inputs)
 
     def __call__(self, *args: Any) -> Any:

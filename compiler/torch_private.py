@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -302,6 +302,22 @@ def _keep_saved_tensors_intact() -> None:
     context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None and context.fw_metadata.bw_donated_idxs:
         context.fw_metadata.bw_donated_idxs = []
+
+
+def missing_tool(device_types: Collection[str]) -> str | None:
+    """What Inductor needs for these devices and does not find, as a sentence; None if it has everything."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+    from torch.utils._triton import has_triton
+
+    if "cuda" in device_types and not has_triton():
+        return "Inductor needs triton for CUDA and finds none that works: install the triton of this torch build"
+    if "cpu" in device_types:
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            return "Inductor needs a C++ compiler on the CPU and finds none: install one (apt install g++), or set CXX to it"
+    return None
 
 
 def stock_partition(

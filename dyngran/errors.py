@@ -8,6 +8,7 @@ from dyngran.passes.errors import (
     InvalidOption,
     PlanFileError,
     PlanMismatch,
+    ToolMissing,
     UnknownSize,
 )
 
@@ -19,5 +20,6 @@ __all__ = [
     "InvalidOption",
     "PlanFileError",
     "PlanMismatch",
+    "ToolMissing",
     "UnknownSize",
 ]

@@ -23,6 +23,10 @@ class GraphBroken(DyngranError):
     """A pass left a graph that does not compute what it must: a fault of dyngran, not of the user."""
 
 
+class ToolMissing(DyngranError):
+    """The code generator needs something that this machine does not have."""
+
+
 class PlanMismatch(DyngranError):
     """A plan was made for another graph than the one it is applied to."""
 

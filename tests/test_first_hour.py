@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import dyngran
 from dyngran.compiler.registry import NothingCompiled
-from dyngran.errors import BudgetTooSmall, InvalidBudget, InvalidOption
+from dyngran.errors import BudgetTooSmall, InvalidBudget, InvalidOption, ToolMissing
 from dyngran.passes.plan import Action
 
 EAGER: dict[str, object] = {"codegen": "eager", "keep_below": 0}
@@ -406,3 +406,12 @@ def test_it_works_without_importing_dyngran() -> None:
     module, name, least = ran.stdout.split()
     assert (module.split(".")[0], name) == ("dyngran", "BudgetTooSmall")
     assert int(least) > 1024
+
+
+def test_a_missing_compiler_is_named_at_the_first_call() -> None:
+    from torch._inductor import config
+
+    module, x = make(), batch()
+    step = torch.compile(module, backend="dyngran", options={"budget": "1GiB"})
+    with config.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(ToolMissing, match="C\\+\\+ compiler"):
+        step(x)

@@ -400,3 +400,14 @@ def test_capture_on_this_release_knows_parameters_and_inputs() -> None:
     made.step(torch.randn(4, 8))
     kinds = [value.kind for value in made.captured.problem.values]
     assert kinds.count(Kind.PARAMETER) == 6
+
+
+def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config
+
+    assert torch_private.missing_tool({"meta"}) is None
+    with config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        sentence = torch_private.missing_tool({"cpu"})
+    assert sentence is not None and "C++ compiler" in sentence
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
+    assert "triton" in str(torch_private.missing_tool({"cuda"}))
