@@ -8,8 +8,10 @@ is bound to gives the peak exactly, but for workspaces inside kernels, which are
 from __future__ import annotations
 
 import ast
+import itertools
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Union
 
@@ -17,7 +19,7 @@ import torch
 from torch import fx
 
 from dyngran.compiler import torch_private
-from dyngran.compiler.capture import Captured
+from dyngran.compiler.capture import CPU_RANDOM_STATE_BYTES, Captured
 from dyngran.compiler.storages import storage_bytes, tensors_of
 from dyngran.passes.errors import UnknownSize
 from dyngran.passes.plan import Plan
@@ -25,9 +27,15 @@ from dyngran.passes.plan import Plan
 log = logging.getLogger("dyngran.accounting")
 
 _ALIASES = frozenset({"reinterpret_tensor", "_reinterpret_tensor", "as_strided", "alloc_from_pool"})
+_VIEWS = frozenset({"as_strided", "view", "reshape", "permute", "transpose", "t", "detach", "squeeze", "unsqueeze", "expand", "view_as"})
+_SCALARS = frozenset({"item", "size", "stride", "tolist", "numel"})
+_LIBRARY = ("extern_kernels.", "torch.ops.", "aten.")
 
 
 _Tree = Union[tuple[int, ...], "list[_Tree]"]  # storages of a result, nested as the result is
+
+
+_BUFFER = re.compile(r"(buf|workspace_?)\d|$")  # Inductor's names for memory; a result that is returned as it is has none
 
 
 class UnreadableWrapper(Exception):
@@ -57,8 +65,9 @@ def wrapper_peak(account: WrapperAccount, captured: Captured, plan: Plan) -> int
     kept = frozenset(node.name for value, node in enumerate(captured.nodes) if node is not None and value in held and value in plan.saved)
     still_held = sum(captured.problem.values[value].size_bytes for value in held if value not in plan.saved)
     try:
-        in_forward = _Replay(forward, captured, never_freed=frozenset()).peak()
-        in_backward = _Replay(backward, captured, never_freed=kept).peak()
+        first = _Replay(forward, captured)
+        in_forward = first.peak()
+        in_backward = _Replay(backward, captured, saved=first.returned[captured.joint.num_fwd_outputs :], never_freed=kept).peak()
     except (UnreadableWrapper, UnknownSize) as error:
         log.info("generated code is not accounted for: %s", error)
         return None
@@ -66,28 +75,40 @@ def wrapper_peak(account: WrapperAccount, captured: Captured, plan: Plan) -> int
 
 
 class _Replay:
-    """Replays one wrapper. Primals and tangents belong to the caller; what else backward is given dies as it is consumed."""
+    """Replays one wrapper. Primals and tangents belong to the caller; what else backward is given dies as it is consumed.
 
-    def __init__(self, code: torch_private.GeneratedCode, captured: Captured, *, never_freed: frozenset[str]) -> None:
+    ``returned`` are the results' storages with their bytes, so that backward can be given what forward really saved: for an input that
+    a convolution reads, forward may save its own channels-last copy under the input's name.
+    """
+
+    def __init__(
+        self,
+        code: torch_private.GeneratedCode,
+        captured: Captured,
+        *,
+        saved: Sequence[dict[int, int] | None] = (),
+        never_freed: frozenset[str] = frozenset(),
+    ) -> None:
+        self.returned: list[dict[int, int] | None] = []  # per result: bytes by storage; None for what is no tensor
         self._device = captured.device
+        self._saved = saved
         self._placeholders = [node for node in code.graph.graph.nodes if node.op == "placeholder"]
         self._is_backward = code.is_backward
-        joint = captured.joint.module.graph
-        self._primals = {node.name for node in joint.nodes if node.op == "placeholder" and torch_private.is_primal(node)}
         self._never_freed = never_freed
         self._body = _call_body(code.source)
-        self._size_of: dict[int, int] = {}
+        self._size_of: dict[int, int] = {storage: size for item in saved if item is not None for storage, size in item.items()}
+        self._fresh = itertools.count(max(self._size_of, default=-1) + 1)
         self._bound: dict[str, tuple[int, ...]] = {}
         self._members: dict[str, _Tree] = {}
         self._symbols: dict[str, int] = {}
         self._unused = _by_target(code.graph)
-        self._workspace = {op.name: op.workspace_bytes for op in captured.problem.ops if op.workspace_bytes}
-        sizes = captured.problem.values
-        self._like = {  # for ops that a rewriter wrapped: the same target with the same bytes of results has the same workspace
-            (op.target, sum(sizes[write].size_bytes for write in op.writes)): op.workspace_bytes
-            for op in captured.problem.ops
-            if op.workspace_bytes
-        }
+        self._workspace = {op.name: (_op_name(op.target), op.workspace_bytes) for op in captured.problem.ops}
+        sizes = [value.size_bytes for value in captured.problem.values]
+        self._results = {op.name: (_op_name(op.target), [sizes[w] for w in op.writes if sizes[w]]) for op in captured.problem.ops}
+        self._like: dict[tuple[str, int], int] = {}  # for calls of no op's name: most that this operator needs for as many bytes of results
+        for op in captured.problem.ops:
+            key = (_op_name(op.target), sum(sizes[write] for write in op.writes))
+            self._like[key] = max(op.workspace_bytes, self._like.get(key, 0))
 
     def peak(self) -> int:
         highest = 0
@@ -108,7 +129,15 @@ class _Replay:
             return self._assign(statement.targets[0], statement.value)
         elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
             return self._workspace_of(statement.value)
+        elif isinstance(statement, ast.Return) and isinstance(statement.value, ast.Tuple):
+            self.returned = [self._result(item) for item in statement.value.elts]
         return 0
+
+    def _result(self, item: ast.expr) -> dict[int, int] | None:
+        if isinstance(item, ast.Constant) or (isinstance(item, ast.Name) and item.id in self._symbols):
+            return None
+        storages, _ = self._evaluate("", item)
+        return {storage: self._size_of[storage] for storage in storages} if storages else None
 
     def _unbind(self, target: ast.expr) -> None:
         for name in target.elts if isinstance(target, ast.Tuple) else [target]:
@@ -121,6 +150,8 @@ class _Replay:
             self._bind_arguments([name.id for name in target.elts if isinstance(name, ast.Name)])
             return 0
         if not isinstance(target, ast.Name):
+            if isinstance(value, ast.Call):
+                raise UnreadableWrapper(f"{ast.unparse(target)} = {ast.unparse(value.func)}")
             return 0
         storages, workspace = self._evaluate(target.id, value)
         if storages:
@@ -132,19 +163,35 @@ class _Replay:
     def _bind_arguments(self, names: list[str]) -> None:
         if len(names) != len(self._placeholders):
             raise UnreadableWrapper(f"{len(names)} arguments for {len(self._placeholders)} placeholders")
+        saved = self._saved_tensors()
         for name, node in zip(names, self._placeholders, strict=True):
             value = node.meta.get("val")
             if isinstance(value, (torch.SymInt, int)):
                 self._symbols[name] = torch_private.size_hint(value)
-            is_planned = self._is_backward and node.name not in self._primals and isinstance(value, torch.Tensor)
-            storages = self._new(storage_bytes(value, self._device) if is_planned else 0)
+            if not self._is_backward or not isinstance(value, torch.Tensor):
+                storages = self._new(0)
+            elif torch_private.is_tangent(node):
+                storages = self._new(storage_bytes(value, self._device))
+            else:
+                storages = next(saved)
             self._bound[name] = storages
             if node.name in self._never_freed or torch_private.is_tangent(node):
                 self._bound[f"held {name}"] = storages
 
+    def _saved_tensors(self) -> Iterator[tuple[int, ...]]:
+        """Storages of the tensors that forward saved, in the order in which backward takes them: forward's own, scalars left out."""
+        tensors = [tuple(item) for item in self._saved if item is not None]
+        given = [
+            node for node in self._placeholders if isinstance(node.meta.get("val"), torch.Tensor) and not torch_private.is_tangent(node)
+        ]
+        if self._is_backward and len(tensors) != len(given):
+            raise UnreadableWrapper(f"forward saves {len(tensors)} tensors and backward takes {len(given)}")
+        return iter(tensors)
+
     def _new(self, size_bytes: int) -> tuple[int, ...]:
-        self._size_of[len(self._size_of)] = size_bytes
-        return (len(self._size_of) - 1,)
+        storage = next(self._fresh)
+        self._size_of[storage] = size_bytes
+        return (storage,)
 
     def _evaluate(self, name: str, value: ast.expr) -> tuple[tuple[int, ...], int]:
         """(storages of the result, workspace in bytes) of one right-hand side."""
@@ -174,14 +221,17 @@ class _Replay:
     def _call(self, name: str, call: ast.Call) -> tuple[tuple[int, ...], int]:
         function = ast.unparse(call.func)
         last = function.rsplit(".", 1)[-1]
+        owner = call.func.value.id if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name) else None
         if last.startswith("empty_strided"):
             return self._new(self._allocation(call) if last.endswith(self._device.type) else 0), 0
         if last in _ALIASES and call.args and isinstance(call.args[0], ast.Name):
             return self._bound.get(call.args[0].id, ()), 0
-        if function.startswith(("extern_kernels.", "torch.ops.", "aten.")):
+        if function.startswith(_LIBRARY):
             return self._library_call(name, function)
-        if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name) and call.func.value.id in self._bound:
-            return self._bound[call.func.value.id], 0
+        if owner in self._bound and last in _VIEWS:
+            return self._bound[owner], 0
+        if _BUFFER.match(name) and not (owner in self._bound and last in _SCALARS):
+            raise UnreadableWrapper(f"{name} = {function}")
         return (), 0
 
     def _allocation(self, call: ast.Call) -> int:
@@ -220,15 +270,28 @@ class _Replay:
         tree = self._allocate(_result_of(node))
         if isinstance(tree, list):
             self._members[name] = tree
-        return _leaves(tree), self._workspace_at(node, tree)
+        return _leaves(tree), self._workspace_at(node, _target_name(function), tree)
 
-    def _workspace_at(self, node: fx.Node, tree: _Tree) -> int:
-        wrapped = next((arg for arg in node.args if isinstance(arg, torch._ops.OpOverload)), None)
-        if wrapped is None:
-            return self._workspace.get(node.name, 0)
-        results = tree[1] if isinstance(tree, list) and len(tree) == 2 and isinstance(tree[1], list) else tree
+    def _workspace_at(self, node: fx.Node, operator: str, tree: _Tree) -> int:
+        wrapped = next((str(arg) for arg in node.args if isinstance(arg, torch._ops.OpOverload)), None)
+        results = tree[1] if wrapped and isinstance(tree, list) and len(tree) == 2 and isinstance(tree[1], list) else tree
         num_bytes = sum(self._size_of[storage] for storage in _leaves(results))
-        return self._like.get((str(wrapped), num_bytes), 0)
+        state_bytes = CPU_RANDOM_STATE_BYTES if self._device.type == "cpu" and operator == "run_with_rng_state" else 0
+        self._enlarge(node, operator, _leaves(results))
+        return state_bytes + self._measured(node, _op_name(wrapped) if wrapped else operator, num_bytes)
+
+    def _enlarge(self, node: fx.Node, operator: str, results: tuple[int, ...]) -> None:
+        """Some kernels allocate more for a result than its shape says: the problem's values have what was measured."""
+        named, sizes = self._results.get(node.name, ("", []))
+        fresh = [storage for storage in results if self._size_of[storage]]
+        if named == operator and len(fresh) == len(sizes):
+            for storage, size_bytes in zip(fresh, sizes, strict=True):
+                self._size_of[storage] = max(self._size_of[storage], size_bytes)
+
+    def _measured(self, node: fx.Node | None, operator: str, num_bytes: int) -> int:
+        """Workspace of a library call: that of the op it stands for, or of its like where code generation renamed or replaced the node."""
+        named, workspace_bytes = self._workspace.get(node.name if node is not None else "", ("", 0))
+        return workspace_bytes if named == operator else self._like.get((operator, num_bytes), 0)
 
     def _allocate(self, value: Any) -> _Tree:
         if isinstance(value, (tuple, list)):
@@ -241,11 +304,14 @@ class _Replay:
         return nodes.pop(0) if nodes else None
 
     def _workspace_of(self, call: ast.Call) -> int:
+        """Workspace of a library call that writes into ``out`` or is made for its effect."""
         function = ast.unparse(call.func)
-        if not function.startswith(("extern_kernels.", "torch.ops.", "aten.")):
+        if not function.startswith(_LIBRARY):
             return 0
         node = self._take(function)
-        return 0 if node is None else self._workspace.get(node.name, 0)
+        out = next((keyword.value for keyword in call.keywords if keyword.arg == "out"), None)
+        storages = self._evaluate("", out)[0] if out is not None else ()
+        return self._measured(node, _target_name(function), sum(self._size_of[storage] for storage in storages))
 
 
 def _call_body(source: str) -> list[ast.stmt]:
@@ -271,15 +337,37 @@ def _target_name(function: str) -> str:
     return parts[1] if len(parts) > 1 else parts[0]
 
 
-def _by_target(graph: fx.GraphModule) -> dict[str, list[fx.Node]]:
+def _op_name(target: str) -> str:
+    """``mm`` for ``aten.mm.default``."""
+    return _target_name(target.removeprefix("torch.ops."))
+
+
+def _name_of(node: fx.Node) -> str | None:
+    """The operator's name without namespace and overload; None for a node that calls none."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name.split("::")[1]
+    if isinstance(node.target, torch_private.HIGHER_ORDER_TYPE):
+        name: str = node.target.name()  # type: ignore[no-untyped-call]  # torch gives it no types
+        return name
+    return None
+
+
+def _by_target(module: fx.GraphModule) -> dict[str, list[fx.Node]]:
+    """Calls by the operator that the wrapper names: for an operator that Inductor put into a body to keep its order, that one."""
     found: dict[str, list[fx.Node]] = {}
-    for node in graph.graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload):
-            found.setdefault(node.target._schema.name.split("::")[1], []).append(node)
-        elif isinstance(node.target, torch_private.HIGHER_ORDER_TYPE):
-            name = node.target.name()  # type: ignore[no-untyped-call]  # torch gives it no types
+    for node in module.graph.nodes:
+        name = _name_of(node)
+        if name == "control_deps":
+            name = _inner_name(module, node)
+        if name is not None:
             found.setdefault(name, []).append(node)
     return found
+
+
+def _inner_name(module: fx.GraphModule, node: fx.Node) -> str | None:
+    bodies = [getattr(module, str(arg.target), None) for arg in node.all_input_nodes if arg.op == "get_attr"]
+    inner = [name for body in bodies if isinstance(body, fx.GraphModule) for one in body.graph.nodes if (name := _name_of(one)) is not None]
+    return inner[0] if len(inner) == 1 else None
 
 
 def _result_of(node: fx.Node) -> Any:

@@ -228,7 +228,8 @@ def _ops(storages: Storages, node_info: object, costs: Sequence[Measurement], de
                     region=op.region,
                 )
             )
-            op = replace(op, index=len(ops), reads=(*op.reads, state.index))
+            # the state of the moment is set aside while the op draws from the saved one
+            op = replace(op, index=len(ops), reads=(*op.reads, state.index), rerun_bytes=CPU_RANDOM_STATE_BYTES)
         ops.append(op)
     return ops, states
 

@@ -15,7 +15,6 @@ from dyngran.passes.devices import DeviceSpec, find_device, match_device
 from dyngran.passes.host import measure_card_spec, measure_host_spec
 from dyngran.passes.profile import OpProfiler, Request
 from dyngran.passes.profile_cache import Measurement, ProfileCache
-from dyngran.runtime.memory import device_memory
 
 
 def device_spec(device: torch.device, name: str | None) -> DeviceSpec:
@@ -39,13 +38,15 @@ def price_nodes(
 ) -> list[Measurement]:
     """One measurement per op. Under a fusing code generator only ops that stay kernels of their own are run; loops are priced by bytes.
 
-    ``limit_bytes``: what profiling itself may allocate. ``measure`` False prices everything by the roofline.
+    ``limit_bytes``: what profiling itself may allocate; it is raised to what the largest single op touches. Every op is run whatever the
+    budget is: an op left out has no known workspace, and then neither a plan's peak nor a refusal's least peak would be true. A step runs
+    that op too, so profiling exceeds the limit by copies of one op's inputs at most. ``measure`` False prices everything by the roofline.
     """
     profiled = [node for node in nodes if not (fused and _is_generated(node))]
     if measure and profiled:
         progress(f"measuring {len(profiled)} operators")
-    if limit_bytes is not None and any(_planned_bytes(node, device) > limit_bytes for node in profiled):
-        limit_bytes = device_memory(device).free_bytes // 2  # no plan can fit: measure, so that the refusal names the true least peak
+    if limit_bytes is not None:
+        limit_bytes = max([limit_bytes, *(_touched_bytes(node, device) for node in profiled)])
     profiler = OpProfiler(spec, device if measure else None, cache=ProfileCache.default(), limit_bytes=limit_bytes)
     prices = dict(zip(profiled, profiler.measure_all([_request(node) for node in profiled]), strict=True))
     return [prices[node] if node in prices else _by_bytes(node, spec) for node in nodes]
@@ -58,10 +59,10 @@ def _is_generated(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("prims", "inductor")
 
 
-def _planned_bytes(node: fx.Node, device: torch.device) -> int:
-    """Results and operands that a plan has to hold while the op runs; inputs of the graph are held anyway."""
-    touched = [node, *(operand for operand in node.all_input_nodes if operand.op == "call_function")]
-    return sum(storage_bytes(tensor, device) for item in touched for tensor in tensors_of(item.meta.get("val")))
+def _touched_bytes(node: fx.Node, device: torch.device) -> int:
+    """Operands, each as often as the op takes it, and results: what one measured call allocates besides its workspace."""
+    touched = (_values(node.args), _values(node.kwargs), node.meta.get("val"))
+    return sum(storage_bytes(tensor, device, on_device=True) for item in touched for tensor in tensors_of(item))
 
 
 def _request(node: fx.Node) -> Request:

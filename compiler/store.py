@@ -39,7 +39,9 @@ def store_key(mark: str, problem: Problem, options: Options) -> str:
 
     Costs are left out: they are measured, and a plan that was good for last week's measurement is good for today's.
     """
-    graph = [[op.target, op.side.value, op.reads, op.writes, op.workspace_bytes, op.pinned, op.fusible] for op in problem.ops]
+    graph = [
+        [op.target, op.side.value, op.reads, op.writes, op.workspace_bytes, op.rerun_bytes, op.pinned, op.fusible] for op in problem.ops
+    ]
     sizes = [[value.size_bytes, value.kind.value] for value in problem.values]
     how = [options.codegen.value, options.mode, sorted((name, repr(value)) for name, value in options.inductor.items())]
     text = json.dumps([VERSION, torch.__version__, mark, graph, sizes, problem.keep_below_bytes, how])
@@ -78,7 +80,7 @@ def _read(key: str) -> dict[str, Any]:
     empty: dict[str, Any] = {"saved": {}, "transients": []}
     try:
         content = json.loads(_path(key).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # the last: brackets nested deeper than the parser goes
         return empty
     return content if isinstance(content, dict) and _is_well_formed(content) else empty
 

@@ -30,6 +30,7 @@ log = logging.getLogger("dyngran.plan")
 
 ALLOCATOR_SLACK = 0.01  # the caching allocator hands out a cached block that is up to 1 MiB too large without splitting it
 ALLOCATOR_SLACK_BYTES = 4 * 2**20
+MAX_MISSES = 2  # plans in a row whose generated code needed more than was guessed; then one that is known to fit is taken
 
 
 class Strategy:
@@ -39,6 +40,7 @@ class Strategy:
         margin_bytes: by how much measured peaks were above accounted ones.
         correction_bytes: by how much the generated code needs more than the simulator said, for the last plan.
         accounted: peak with the problem's static bytes by generated code, per saved set.
+        num_misses: plans in a row whose generated code passed the limit although the guess did not.
     """
 
     def __init__(self, captured: Captured, options: Options, mark: str) -> None:
@@ -49,6 +51,7 @@ class Strategy:
         self.margin_bytes = 0
         self.correction_bytes = 0
         self.num_probes = 0
+        self.num_misses = 0
         self.store_key = store_key(mark, captured.problem, options)
         static = captured.problem.total_static_bytes
         self.accounted = {saved: static + transient for saved, transient in recall_transients(self.store_key).items()}
@@ -143,10 +146,10 @@ class Strategy:
         if limit is None:
             return self._plan_of(self.free, "stock")
         if tight:
-            fitting = [outcome for outcome in self._outcomes() if self.need_of(outcome.saved) <= limit]
+            fitting = self._fitting(self._outcomes(), limit)
             if fitting:
                 return self._plan_of(min(fitting, key=lambda outcome: (outcome.saved_bytes, outcome.time_us)), "tightest")
-        elif self.need_of(self.free.saved) <= limit:
+        elif self._fitting([self.free], limit):
             return self._plan_of(self.free, "stock")
         return self._fastest(limit)
 
@@ -155,12 +158,20 @@ class Strategy:
         if saved is not None and self.need_of(saved) <= limit:
             return self._plan_of(self.planner.add(saved, "stored"), "stored plan")
         outcomes = self._outcomes()
-        fitting = [outcome for outcome in outcomes if self.need_of(outcome.saved) <= limit]
+        fitting = self._fitting(outcomes, limit)
         if not fitting:
             return self._last_resort(limit, outcomes)
         plan = self._plan_of(min(fitting, key=lambda outcome: (outcome.time_us, outcome.peak_bytes)), "portfolio")
         remember_saved(self.store_key, limit, plan.saved)
         return plan
+
+    def _fitting(self, outcomes: Sequence[Outcome], limit: int) -> list[Outcome]:
+        """The plans within the limit. Guesses are worth `MAX_MISSES` compilations in a row where generated code is known to fit."""
+        fitting = [outcome for outcome in outcomes if self.need_of(outcome.saved) <= limit]
+        is_one_known = any(self.need_of(saved) <= limit for saved in self.accounted)
+        if self.num_misses < MAX_MISSES or not is_one_known:
+            return fitting
+        return [outcome for outcome in fitting if outcome.saved in self.accounted]
 
     def _outcomes(self) -> list[Outcome]:
         """The planner's frontier and every plan whose code was generated: by its code it may need less than its simulation said."""
@@ -222,7 +233,10 @@ class Strategy:
         self.accounted[plan.saved] = static + transient_bytes
         self.correction_bytes = static + transient_bytes - self.simulator.evaluate(plan.saved).peak_bytes
         remember_transient(self.store_key, plan.saved, transient_bytes)
-        return replace(plan, peak_bytes=plan.static_bytes + transient_bytes + self.margin_bytes)
+        peak_bytes = plan.static_bytes + transient_bytes + self.margin_bytes
+        is_miss = plan.budget_bytes is not None and peak_bytes > plan.budget_bytes and plan.solver != "probe"
+        self.num_misses = self.num_misses + 1 if is_miss else 0
+        return replace(plan, peak_bytes=peak_bytes)
 
     def least_need_bytes(self) -> int:
         """Least transient budget of any plan whose code was generated."""

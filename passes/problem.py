@@ -56,7 +56,10 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """One op. ``reads`` and ``writes`` are value indices; ``pinned`` says why it must not run twice ('' if it may)."""
+    """One op. ``reads`` and ``writes`` are value indices; ``pinned`` says why it must not run twice ('' if it may).
+
+    ``rerun_bytes`` are live beside ``workspace_bytes`` when the op runs in backward for the second time.
+    """
 
     index: int
     name: str
@@ -67,6 +70,7 @@ class Op:
     cost_us: float
     cost_source: str = "roofline"
     workspace_bytes: int = 0
+    rerun_bytes: int = 0
     pinned: str = ""
     user_recompute: bool = False  # a torch.utils.checkpoint region of the user's: its results are never saved
     region: str = ""
@@ -75,8 +79,8 @@ class Op:
     num_elements: int = 0  # iteration space of the op, for fusion groups
 
     def __post_init__(self) -> None:
-        if self.cost_us < 0 or self.workspace_bytes < 0:
-            raise ValueError(f"{self.name}: cost_us and workspace_bytes must be >= 0")
+        if self.cost_us < 0 or self.workspace_bytes < 0 or self.rerun_bytes < 0:
+            raise ValueError(f"{self.name}: cost_us, workspace_bytes and rerun_bytes must be >= 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

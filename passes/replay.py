@@ -58,7 +58,8 @@ class FastReplay:
         self._counted_writes = [tuple(write for write in op.writes if self._live_size[write]) for op in ops]
         self._birth = [sum(self._live_size[write] for write in op.writes) for op in ops]
         self._workspace = [op.workspace_bytes for op in ops]
-        self._any_workspace = any(self._workspace)
+        self._rerun_workspace = [op.workspace_bytes + op.rerun_bytes for op in ops]
+        self._any_workspace = any(self._rerun_workspace)
         self._cost = [op.cost_us for op in ops]
         self._fusible = [op.fusible for op in ops]
         self._reduction = [op.reduction for op in ops]
@@ -104,7 +105,6 @@ class FastReplay:
             for write in counted_writes[index]:
                 if write in crossing:  # a sibling result: the saved copy is the one that is read
                     change[position + 1] -= size[write]
-                    dies[write] = max(dies[write], position)
                 elif write not in gradients:
                     change[max(dies[write], position) + 1] -= size[write]
         start = 0 if not backward else self._tangent_bytes
@@ -119,7 +119,8 @@ class FastReplay:
             change[0] += start
             live = list(accumulate(change[:-1]))
             if self._any_workspace:
-                live = [held + workspace[index] for held, index in zip(live, backward, strict=True)]
+                first, rerun = self._workspace, self._rerun_workspace
+                live = [held + (rerun if index in recomputed else first)[index] for held, index in zip(live, backward, strict=True)]
             peak = max(peak, max(live))
         again = sum(cost[index] for index in backward if index in recomputed)
         forward_cost = self._forward_cost if plain else sum([cost[index] for index in forward])
@@ -208,7 +209,8 @@ class FastReplay:
         """Append one side's kernels to ``side``; returns time and recomputed time (us)."""
         problem = self._problem
         reads, writes, fusible, reduction = self._reads, self._writes, self._fusible, self._reduction
-        size, full, workspace, op_cost = self._live_size, self._full_size, self._workspace, self._cost
+        size, full, op_cost = self._live_size, self._full_size, self._cost
+        first, rerun = self._workspace, self._rerun_workspace
         last, births, written, in_place = side.last, side.births, side.written, side.in_place
         if schedule is not self._forward_schedule:
             state, keys = self._groups(schedule)
@@ -231,8 +233,9 @@ class FastReplay:
                         last[write] = position
                 for source in operands:
                     last[source] = position
-                if workspace[index]:
-                    side.workspaces.append((position, workspace[index]))
+                workspace = (rerun if index in recomputed else first)[index]
+                if workspace:
+                    side.workspaces.append((position, workspace))
                 births.append(born)
                 time_us += op_cost[index]
                 if index in recomputed:
@@ -266,8 +269,9 @@ class FastReplay:
             for write in writes[index]:
                 if last[write] == position:
                     loaded[write] = key
-            if workspace[index]:
-                side.workspaces.append((position, workspace[index]))
+            workspace = (rerun if index in recomputed else first)[index]
+            if workspace:
+                side.workspaces.append((position, workspace))
             cost = num_bytes * us_per_byte
             if key not in launched:
                 launched.add(key)

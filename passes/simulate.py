@@ -7,6 +7,9 @@ Rules, shared with the rewriter (`passes/rewrite.py`) so that what is simulated 
 * backward runs its ops in the joint graph's order; what an op reads and nobody saved is recomputed just before it, once, in the
   joint graph's order, and dies after its last reader in backward;
 * a value dies after its last reader unless it crosses to backward or the caller holds it (forward outputs, gradients);
+* an op that runs for a sibling of a saved result makes a second copy of that result, which dies at once; the saved one dies after its
+  last reader all the same;
+* an op that runs again holds its ``rerun_bytes`` beside its workspace;
 * tangents are held by the autograd engine over the whole backward.
 
 With ``problem.fused`` the schedule is first folded into kernels as Inductor does (`passes/fuse.py`).
@@ -15,7 +18,7 @@ With ``problem.fused`` the schedule is first folded into kernels as Inductor doe
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from dyngran.passes.fuse import Kernel, fuse
@@ -240,7 +243,7 @@ class Simulator:
         problem = self.problem
         held = crossing | problem.forward_outputs
         forward = fuse(problem, forward_ops, held, available=frozenset())
-        backward = fuse(problem, backward_ops, problem.gradients, available=crossing)
+        backward = [self._again(kernel, recomputed) for kernel in fuse(problem, backward_ops, problem.gradients, available=crossing)]
         return _Replay(
             forward=forward,
             backward=backward,
@@ -248,6 +251,12 @@ class Simulator:
             num_recomputed=len(recomputed),
             recompute_us=sum(kernel.cost_us for kernel in backward if kernel.op in recomputed),
         )
+
+    def _again(self, kernel: Kernel, recomputed: set[int]) -> Kernel:
+        rerun_bytes = self.problem.ops[kernel.op].rerun_bytes
+        if not rerun_bytes or kernel.op not in recomputed:
+            return kernel
+        return replace(kernel, workspace_bytes=kernel.workspace_bytes + rerun_bytes)
 
     def _intervals(self, forward: list[Kernel], backward: list[Kernel], crossing: frozenset[int]) -> list[tuple[int, int, int | None]]:
         problem, num_forward = self.problem, len(forward)
@@ -260,7 +269,8 @@ class Simulator:
         last_backward: dict[int, int] = {}
         for position, kernel in enumerate(backward, num_forward):
             for value in kernel.writes:
-                last_backward[value] = position
+                if value not in crossing:
+                    last_backward[value] = position
             for value in kernel.reads:
                 last_backward[value] = position
 

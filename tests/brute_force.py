@@ -23,7 +23,8 @@ def naive_replay(problem: Problem, wished: Iterable[int]) -> Truth:
     Valid without fusion. It takes the schedule's rules from the documentation, not from the simulator's code.
     """
     crossing = _crossing(problem, frozenset(wished))
-    early = _ancestors(problem, crossing, stop=frozenset())
+    made_anyway = frozenset(write for op in problem.ops if op.side is Side.FORWARD for write in op.writes)
+    early = _ancestors(problem, crossing - made_anyway, stop=made_anyway)
     forward = [op.index for op in problem.ops if op.side is Side.FORWARD or (op.side is Side.FREE and op.index in early)]
     backward = _backward(problem, crossing)
     live: list[tuple[int, str]] = []  # storages: (value, which copy)
@@ -42,16 +43,16 @@ def naive_replay(problem: Problem, wished: Iterable[int]) -> Truth:
         op = problem.ops[index]
         live += [(write, "again") for write in op.writes]
         extra = sum(size(value) for value in held)
-        peak = max(peak, sum(size(value) for value, _ in live) + extra + op.workspace_bytes)
+        extra += op.workspace_bytes + (op.rerun_bytes if index in forward else 0)
+        peak = max(peak, sum(size(value) for value, _ in live) + extra)
         ahead = {read for later in backward[place + 1 :] for read in problem.ops[later].reads}
-        later_writes = {write for later in backward[place + 1 :] for write in problem.ops[later].writes}
         kept = []
         for value, copy in live:
             if value in crossing and copy == "again":
                 continue  # the saved copy is the one that is read
             needed = value in ahead or value in problem.gradients
             if copy == "first":
-                needed = value in problem.forward_outputs or (value in crossing and (needed or value in later_writes))
+                needed = value in problem.forward_outputs or (value in crossing and needed)
             if needed:
                 kept.append((value, copy))
         live = kept

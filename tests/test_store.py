@@ -147,6 +147,8 @@ BROKEN = {
     "cut off": b'{"saved": {"1',
     "not text": b"\xff\xfe\x00\x80",
     "another type": b"[1, 2]",
+    "nested too deeply": b"[" * 200_000,
+    "nested too deeply inside": b'{"saved": {"5": ' + b"[" * 200_000,
     "no entries": b"{}",
     "entries of another type": b'{"saved": [], "transients": {}}',
     "sets of names": b'{"saved": {"5": ["a"]}, "transients": []}',
@@ -232,9 +234,9 @@ def test_entries_are_found_again_and_the_oldest_go_first() -> None:
     assert recall_saved("1" * 40, 3) is None
 
 
-def problem(size_bytes: int = 8, target: str = "aten.sin.default", keep_below_bytes: int = 0) -> Problem:
+def problem(size_bytes: int = 8, target: str = "aten.sin.default", keep_below_bytes: int = 0, rerun_bytes: int = 0) -> Problem:
     value = Value(index=0, name="sin", size_bytes=size_bytes, kind=Kind.ACTIVATION, producer=0)
-    op = Op(index=0, name="sin", target=target, side=Side.FORWARD, reads=(), writes=(0,), cost_us=1.0)
+    op = Op(index=0, name="sin", target=target, side=Side.FORWARD, reads=(), writes=(0,), cost_us=1.0, rerun_bytes=rerun_bytes)
     return Problem(values=(value,), ops=(op,), forward_outputs=frozenset(), gradients=frozenset(), keep_below_bytes=keep_below_bytes)
 
 
@@ -249,6 +251,7 @@ def test_whatever_changes_a_plan_changes_its_key_and_nothing_else_does() -> None
         store_key("mark", problem(size_bytes=16), plain),
         store_key("mark", problem(target="aten.cos.default"), plain),
         store_key("mark", problem(keep_below_bytes=1), plain),
+        store_key("mark", problem(rerun_bytes=1), plain),
         store_key("mark", problem(), parse_options({"budget": 10}, environ={})),
         store_key("mark", problem(), parse_options({"budget": 10, "fallback_random": True}, environ={})),
     ]
