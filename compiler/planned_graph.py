@@ -85,6 +85,7 @@ class PlannedGraph:
         self._open_since_step = 0
         self._is_repeated = False
         self._held_bytes = 0
+        self._reserve_bytes = 0
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The parameters of the latest call that are still alive."""
@@ -270,7 +271,7 @@ class PlannedGraph:
         assert self.plan is not None and self.budget_bytes is not None and self.strategy is not None
         return BudgetTooSmall(
             budget_bytes=self.budget_bytes,
-            least_peak_bytes=self.strategy.least_need_bytes() + self._held_bytes + self.strategy.margin_bytes,
+            least_peak_bytes=self.strategy.least_need_bytes() + self._held_bytes + self._reserve_bytes + self.strategy.margin_bytes,
             pinned=self.strategy.pinned_at_peak(self.plan.saved),
             hint=f"Code of {MAX_COMPILES} plans was generated and each needs more. Raise the budget or lower the batch size.",
         )

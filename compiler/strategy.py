@@ -25,11 +25,16 @@ from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Kind, Problem
 from dyngran.passes.simulate import Outcome, Simulator
 from dyngran.passes.solvers.portfolio import Planner
+from dyngran.runtime.observe import any_step_has_run
 
 log = logging.getLogger("dyngran.plan")
 
 ALLOCATOR_SLACK = 0.01  # the caching allocator hands out a cached block that is up to 1 MiB too large without splitting it
 ALLOCATOR_SLACK_BYTES = 4 * 2**20
+LIBRARY_BYTES = (
+    40 * 2**20
+)  # workspaces that cuBLASLt and cuDNN keep from their first step on: 39 MiB more than predicted on a ViT-L, 0 on a Llama
+LOSS_BYTES = 64  # the loss and the gradient it starts from are eager scalars
 MAX_MISSES = 2  # plans in a row whose generated code needed more than was guessed; then one that is known to fit is taken
 
 
@@ -135,8 +140,9 @@ class Strategy:
         """Budget that a plan needs: its peak and, on CUDA, what the caching allocator rounds up when it reuses blocks."""
         peak = self._peak_of(saved)
         if self.captured.device.type == "cpu":
-            return peak
-        return peak + int((peak - self.problem.total_static_bytes) * ALLOCATOR_SLACK) + ALLOCATOR_SLACK_BYTES
+            return peak + LOSS_BYTES
+        libraries = 0 if any_step_has_run() else LIBRARY_BYTES
+        return peak + int((peak - self.problem.total_static_bytes) * ALLOCATOR_SLACK) + ALLOCATOR_SLACK_BYTES + libraries
 
     def _choose(self, limit: int | None, *, tight: bool) -> Plan:
         if self.options.plan is not None:

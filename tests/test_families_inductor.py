@@ -1,7 +1,8 @@
 """Promises 2 and 3 under Inductor on the CPU: the float64 rule, and peaks within the budget, for every family.
 
 In CI every family runs at one budget, half of stock Inductor's transient; `make test-all` adds stock Inductor's own peak as a budget and
-the least peak that a refusal names. Each tensor's error against an eager float64 run with the same random masks is at most 1.25 x stock
+the least peak that a refusal names. Each tensor's error over five seeds (root of the summed squares: one
+seed of a sum that cancels is luck) against an eager float64 run with the same random masks is at most 1.25 x stock
 Inductor's + 4 eps of its magnitude, and the median ratio over all tensors and five seeds is at most 1.05. ``fallback_random`` makes
 Inductor draw the masks that eager draws. Errors are Frobenius norms. Nearly all of the time is the C++ compiler's.
 """
@@ -165,11 +166,13 @@ def test_every_gradient_obeys_the_float64_rule(name: str, budget: Budget, record
     record_property("row", line)
     print(line)
     eps = FAMILIES[name].eps
-    for seed, (exact, stock, ours) in enumerate(zip(result.exact, result.stock.gradients, row.gradients, strict=True)):
-        assert exact.keys() == stock.keys() == ours.keys()
-        for key, reference in exact.items():
-            error, stock_error = (ours[key] - reference).norm(), (stock[key] - reference).norm()
-            assert error <= MAX_RATIO * stock_error + NUM_EPS * eps * reference.norm(), (seed, key)
+    runs = list(zip(result.exact, result.stock.gradients, row.gradients, strict=True))
+    assert all(exact.keys() == stock.keys() == ours.keys() for exact, stock, ours in runs)
+    for key in result.exact[0]:
+        error = sum((ours[key] - exact[key]).norm() ** 2 for exact, _, ours in runs) ** 0.5
+        stock_error = sum((stock[key] - exact[key]).norm() ** 2 for exact, stock, _ in runs) ** 0.5
+        size = sum(exact[key].norm() ** 2 for exact, _, _ in runs) ** 0.5
+        assert error <= MAX_RATIO * stock_error + NUM_EPS * eps * size, key
     assert statistics.median(ratios_of(result, row).values()) <= MAX_MEDIAN_RATIO, line
 
 
