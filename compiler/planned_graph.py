@@ -25,6 +25,7 @@ from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Kind
 from dyngran.passes.signature import planned_sizes
 from dyngran.runtime.observe import StepObserver
+from dyngran.runtime.optimizer_state import num_optimizers_seen
 
 log = logging.getLogger("dyngran")
 
@@ -76,14 +77,17 @@ class PlannedGraph:
         self._fake_inputs = torch_private.fake_inputs(module)
         self._symbols = torch_private.size_symbols(self._fake_inputs)
         self._kinds = input_kinds(inputs)
-        self._probe = next((i for i, t in enumerate(inputs) if isinstance(t, torch.nn.Parameter) and t.requires_grad), None)
+        self._trainable = tuple(i for i, t in enumerate(inputs) if isinstance(t, torch.nn.Parameter) and t.requires_grad)
+        self._probe = self._trainable[0] if self._trainable else None
         self._leaves: tuple[weakref.ref[torch.nn.Parameter], ...] = ()
         self._follow(inputs)
         self._rungs: dict[Situation, Callable[..., Any]] = {}
         self._num_calls = 0
         self._num_open = 0
-        self._open_since_step = 0
+        self._step_of_open = 0
+        self._steps_repeated: set[int] = set()
         self._is_repeated = False
+        self._optimizers_seen = 0
         self._held_bytes = 0
         self._reserve_bytes = 0
 
@@ -102,6 +106,8 @@ class PlannedGraph:
     def __call__(self, *args: Any) -> Any:
         if self._probe is not None and args[self._probe] is not self._leaves[0]():
             self._follow(args)  # the same code serves another instance of the model
+        if self._optimizers_seen != num_optimizers_seen():
+            self._optimizers_seen, self._num_calls = num_optimizers_seen(), 0
         if self._num_calls < WATCHED_CALLS:
             self._num_calls += 1
             self._look(args)
@@ -117,20 +123,20 @@ class PlannedGraph:
         self._num_calls = 0
 
     def _situation(self, args: Sequence[Any]) -> Situation:
-        is_accumulating = self._probe is not None and args[self._probe].grad is not None
+        is_accumulating = any(args[position].grad is not None for position in self._trainable)
         return Situation(is_accumulating, tuple(torch_private.size_hint(args[position]) for position in self._symbols))
 
     def _look(self, args: Sequence[Any]) -> None:
         """Compare what is held now with what the plan assumed, and what was measured with the budget; drop rungs that no longer hold."""
         if self.plan is None or self.budget_bytes is None or not self.options.guard:
             return
-        if self._num_open and not self._is_repeated and torch.is_grad_enabled():
+        if len(self._steps_repeated) >= 2 and not self._is_repeated:  # once may be a forward whose loss was thrown away
             self._is_repeated = True
             self.notes.append(REPEAT_NOTE)
             log.warning(REPEAT_NOTE)
             self._rungs.clear()
             return
-        held = measure_static(args, self.device).total_bytes + self.chain.bytes_before(self) + self._open_bytes()
+        held = measure_static(args, self.device).total_bytes + self.chain.bytes_before(self)
         overshoot = self.observer.overshoot_bytes(self.budget_bytes)
         if self.plan.peak_bytes + held - self._held_bytes <= self.budget_bytes and overshoot <= 0:
             return
@@ -139,15 +145,9 @@ class PlannedGraph:
             reason = f"the step peaked {format_bytes(overshoot)} above the budget"
             self.strategy.margin_bytes += overshoot
             self.observer.forget()
-        if self._num_open and overshoot <= 0:
-            reason += f", with {self._num_open} earlier calls of this graph still waiting for their backward"
         log.warning("planning again: %s", reason)
         self.notes.append(f"planned again: {reason}")
         self._rungs.clear()
-
-    def _open_bytes(self) -> int:
-        """What earlier calls of this very graph saved, where no allocator counts it: a graph in a loop runs several times per step."""
-        return self._num_open * self.plan.saved_bytes if self.plan is not None and self.device.type == "cpu" else 0
 
     def _rung_for(self, situation: Situation, args: Sequence[Any]) -> Callable[..., Any]:
         """The callable for a situation not met before: one whose plan covers it, else one planned and compiled now."""
@@ -166,8 +166,10 @@ class PlannedGraph:
         observed = self.observer.around(run, is_backward)
 
         def counted(args: list[Any]) -> Any:
-            if self._open_since_step != self.observer.num_steps:  # forwards that never got a backward die with their step
-                self._open_since_step, self._num_open = self.observer.num_steps, 0
+            if self._step_of_open != self.observer.num_steps:  # forwards that never got a backward die with their step
+                self._step_of_open, self._num_open = self.observer.num_steps, 0
+            if is_backward and self._num_open > 1:
+                self._steps_repeated.add(self.observer.num_steps)
             self._num_open = max(0, self._num_open - 1) if is_backward else self._num_open + 1
             return observed(args)
 
@@ -232,10 +234,10 @@ class PlannedGraph:
         self.strategy, self.device = strategy, strategy.captured.device
         self.budget_bytes = resolve_budget(self.options.budget, self.device)
         self.static = measure_static(held, self.device)
-        self._held_bytes = self.static.total_bytes + self.chain.bytes_before(self) + self._open_bytes()
-        reserve = self.chain.bytes_after(self, held) if self.budget_bytes is not None else 0
+        self._held_bytes = self.static.total_bytes + self.chain.bytes_before(self)
+        self._reserve_bytes = self.chain.bytes_after(self, held) if self.budget_bytes is not None else 0
         self.plan = strategy.solve(
-            self.budget_bytes, held_bytes=self._held_bytes + reserve, tight=self._is_repeated or self.chain.continues(self)
+            self.budget_bytes, held_bytes=self._held_bytes + self._reserve_bytes, tight=self._is_repeated or self.chain.continues(self)
         )
         self.notes[:] = [*self.notes, *strategy.notes_of(self.plan)]
         if self.chain.continues(self):

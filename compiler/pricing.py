@@ -47,7 +47,9 @@ def price_nodes(
         progress(f"measuring {len(profiled)} operators")
     if limit_bytes is not None:
         limit_bytes = max([limit_bytes, *(_touched_bytes(node, device) for node in profiled)])
-    profiler = OpProfiler(spec, device if measure else None, cache=ProfileCache.default(), limit_bytes=limit_bytes)
+    profiler = OpProfiler(
+        spec, device if measure and device.type != "meta" else None, cache=ProfileCache.default(), limit_bytes=limit_bytes
+    )
     prices = dict(zip(profiled, profiler.measure_all([_request(node) for node in profiled]), strict=True))
     return [prices[node] if node in prices else _by_bytes(node, spec) for node in nodes]
 

@@ -8,6 +8,7 @@ taken again outside of it.
 from __future__ import annotations
 
 import bisect
+import gc
 import os
 import statistics
 import threading
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 
 from dyngran.passes.materialize import InputPool, new_bytes
 from dyngran.passes.profile_cache import Measurement
@@ -37,8 +38,14 @@ Job = tuple[torch._ops.OpOverload, tuple[object, ...], dict[str, object], int]
 
 
 def profiler_is_active() -> bool:
-    """True while anybody's profiler runs in this process: two at a time crash (tried: segmentation fault in torch 2.13)."""
-    return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", False))
+    """True while anybody's profiler runs, or waits to run, in this process: two at a time crash (tried: segmentation fault in torch 2.13).
+
+    torch tells of a running session only; one whose schedule is still warming up is found among the live objects.
+    """
+    if getattr(torch.autograd.profiler, "_is_profiler_enabled", False):
+        return True
+    sessions = [item for item in gc.get_objects() if type(item) is profile]
+    return any(session.profiler is not None and session.current_action is not ProfilerAction.NONE for session in sessions)
 
 
 def start_profiler_once() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import threading
 from collections.abc import Iterable
@@ -166,6 +167,9 @@ def _from_json(line: str) -> tuple[str, Measurement] | None:
             source=str(entry["source"]),
             result_bytes=None if results is None else tuple(int(size) for size in results),
         )
-        return str(entry["key"]), measurement
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
+    sizes = (measurement.workspace_bytes, *(measurement.result_bytes or ()))
+    if not (math.isfinite(measurement.cost_us) and measurement.cost_us >= 0 and min(sizes) >= 0):
+        return None
+    return str(entry.get("key")), measurement

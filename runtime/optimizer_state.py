@@ -54,6 +54,9 @@ _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _predictions: weakref.WeakKeyDictionary[Optimizer, tuple[Any, int, str]] = weakref.WeakKeyDictionary()
 _searched: dict[int, weakref.ref[Tensor]] = {}
 
+_stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # parameters each had when it stepped last
+_num_seen = [0]
+
 
 def attach(model: torch.nn.Module, optimizer: Optimizer) -> None:
     """Say beforehand which optimizer trains ``model``. Neither is kept alive."""
@@ -63,7 +66,16 @@ def attach(model: torch.nn.Module, optimizer: Optimizer) -> None:
 
 def note_optimizer(optimizer: Optimizer) -> None:
     """Remember an optimizer that was seen to step; it is not kept alive."""
+    groups = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _stepped.get(optimizer) != groups:
+        _stepped[optimizer] = groups
+        _num_seen[0] += 1
     _known.add(optimizer)
+
+
+def num_optimizers_seen() -> int:
+    """Grows whenever an optimizer steps for the first time, or for the first time with other parameters: its state is new then."""
+    return _num_seen[0]
 
 
 def find_optimizers(params: Iterable[Tensor]) -> list[Optimizer]:
