@@ -34,9 +34,9 @@ def dyngran(
 
 
 def _refuse(error: DyngranError) -> Callable[..., Any]:
-    log.error("%s", error)
+    log.info("refused: %s", error)
 
     def refuse(*_: Any) -> NoReturn:
-        raise error
+        raise error.with_traceback(None)
 
     return refuse

@@ -307,7 +307,7 @@ def _values(
     states: Sequence[Value],
 ) -> tuple[Value, ...]:
     producer = {write: op.index for op in ops for write in op.writes}
-    needed_late = {read for op in ops if op.side is Side.BACKWARD for read in op.reads}
+    needed_late = _needed_late(ops)
     primals = [node for node in joint.module.graph.nodes if node.op == "placeholder" and torch_private.is_primal(node)]
     kinds = dict(zip(primals, joint.input_kinds, strict=False)) if len(primals) == len(joint.input_kinds) else {}
     values = []
@@ -334,6 +334,15 @@ def _values(
             )
         )
     return (*values, *states)
+
+
+def _needed_late(ops: Sequence[Op]) -> set[int]:
+    """Values that backward reads, or that something it reads could be computed from again."""
+    needed = {read for op in ops if op.side is Side.BACKWARD for read in op.reads}
+    for op in reversed(ops):
+        if op.side is not Side.BACKWARD and not op.pinned and needed.intersection(op.writes):
+            needed.update(op.reads)
+    return needed
 
 
 _SOURCE_LINE = re.compile(r'File "([^"]+)", line (\d+), in')

@@ -68,7 +68,10 @@ def save_plan(path: str | os.PathLike[str], handle: Handle = None) -> Path:
         device=_device_name(graph.device),
     )
     target = Path(path)
-    write_plan(target, document)
+    try:
+        write_plan(target, document)
+    except OSError as error:
+        raise PlanFileError(f"{target} cannot be written: {error.strerror or error}.") from error
     return target
 
 

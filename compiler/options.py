@@ -148,7 +148,7 @@ def _choice(name: str, value: object, valid: Iterable[str]) -> str:
 
 def _nearest(text: object, names: Iterable[str]) -> str:
     near = difflib.get_close_matches(text.lower().replace("-", "_"), list(names), n=1) if isinstance(text, str) else []
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def _storage(value: object) -> tuple[str, ...]:

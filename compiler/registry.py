@@ -12,14 +12,10 @@ from typing import Any
 import torch
 
 from dyngran.compiler.planned_graph import PlannedGraph
-from dyngran.passes.errors import DyngranError
+from dyngran.passes.errors import NothingCompiled
 
 _lock = threading.Lock()
 _graphs: list[weakref.ref[PlannedGraph]] = []
-
-
-class NothingCompiled(DyngranError):
-    """No graph of this model has been compiled by dyngran yet."""
 
 
 def remember(graph: PlannedGraph) -> None:

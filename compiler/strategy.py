@@ -229,7 +229,10 @@ class Strategy:
         outcome = self.planner.add(document.plan.saved, "file")
         if limit is not None and outcome.peak_bytes > limit:
             raise BudgetTooSmall(
-                budget_bytes=limit, least_peak_bytes=outcome.peak_bytes, pinned=(), hint=f"The plan of {self.options.plan} needs that much."
+                budget_bytes=limit,
+                least_peak_bytes=outcome.peak_bytes,
+                pinned=self.pinned_at_peak(outcome.saved),
+                hint=f"The plan of {self.options.plan} needs that much: raise the budget, or remove the option to search for less.",
             )
         return self._plan_of(outcome, f"file, {document.plan.solver}")
 

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from dyngran.compiler.version import VERSION as __version__
 
 if TYPE_CHECKING:
+    from dyngran import errors
     from dyngran.compiler.explain import explain, frontier, save_plan
     from dyngran.compiler.options import set_defaults
     from dyngran.passes.plan import Plan
     from dyngran.runtime.optimizer_state import attach
 
-__all__ = ["Plan", "__version__", "attach", "explain", "frontier", "save_plan", "set_defaults"]
+__all__ = ["Plan", "__version__", "attach", "errors", "explain", "frontier", "save_plan", "set_defaults"]
 
 _HOMES = {
     "Plan": "dyngran.passes.plan",
@@ -30,8 +31,10 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Import what is asked for when it is asked for: ``import dyngran`` alone stays cheap."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'dyngran' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "errors":
+        return import_module("dyngran.errors")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dyngran' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

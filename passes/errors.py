@@ -31,6 +31,10 @@ class PlanMismatch(DyngranError):
     """A plan was made for another graph than the one it is applied to."""
 
 
+class NothingCompiled(DyngranError):
+    """No graph of this model has been compiled by dyngran yet."""
+
+
 class PlanFileError(DyngranError, ValueError):
     """A plan file cannot be read: not JSON, another schema, or a field that is missing or wrong."""
 

@@ -59,7 +59,17 @@ _num_seen = [0]
 
 
 def attach(model: torch.nn.Module, optimizer: Optimizer) -> None:
-    """Say beforehand which optimizer trains ``model``. Neither is kept alive."""
+    """Say beforehand which optimizer trains ``model`` (a module or a compiled one). Neither is kept alive.
+
+    Raises:
+        TypeError: the arguments are not a module and an optimizer. ValueError: the optimizer has none of the model's parameters.
+    """
+    if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"attach(model, optimizer) takes a module and an optimizer, got {type(model).__name__} and {type(optimizer).__name__}"
+        )
+    if not _owns_any(optimizer, {id(parameter): parameter for parameter in model.parameters()}):
+        raise ValueError("attach(model, optimizer): the optimizer has none of the model's parameters")
     _attached[:] = [(m, o) for m, o in _attached if m() is not None and o() is not None and (m() is not model or o() is not optimizer)]
     _attached.append((weakref.ref(model), weakref.ref(optimizer)))
 

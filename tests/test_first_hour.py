@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dyngran
-from dyngran.compiler.registry import NothingCompiled
-from dyngran.errors import BudgetTooSmall, InvalidBudget, InvalidOption, ToolMissing
+
+from dyngran.errors import BudgetTooSmall, InvalidBudget, InvalidOption, NothingCompiled, ToolMissing
 from dyngran.passes.plan import Action
 
 EAGER: dict[str, object] = {"codegen": "eager", "keep_below": 0}

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import dyngran
 from dyngran.compiler import registry
-from dyngran.compiler.registry import NothingCompiled, graphs_of
+from dyngran.compiler.registry import graphs_of
+from dyngran.errors import NothingCompiled
 
 OPTIONS: dict[str, object] = {"budget": "1GiB", "codegen": "eager"}
 

@@ -128,7 +128,7 @@ class Planner:
     def _tick(self) -> None:
         if monotonic() - self._said_at > 1.0:
             self._said_at = monotonic()
-            self._progress(f"planning: {self._stage} ({self.judge.num_evaluations} plans simulated)")
+            self._progress(f"planning: {self._stage or 'first plans'} ({self.judge.num_evaluations} plans simulated)")
 
     def _cut_off(self) -> None:
         self.truncated = True
@@ -164,7 +164,7 @@ class Planner:
         if budget_bytes <= static:
             return (
                 f"Parameters, optimizer state and inputs alone take {format_bytes(static)}: raise the budget, "
-                "use a smaller optimizer state or freeze parameters."
+                "lower the batch size, use a smaller optimizer state or freeze parameters."
             )
         kinds: dict[Kind, int] = {}
         for value, size in live:
