@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dyngran
-
 from dyngran.errors import BudgetTooSmall, InvalidBudget, InvalidOption, NothingCompiled, ToolMissing
 from dyngran.passes.plan import Action
 
