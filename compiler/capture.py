@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,6 +9,7 @@ import torch
 from torch import fx
 
 from dyngran.compiler import torch_private
+from dyngran.compiler.labels import label_of, region_of
 from dyngran.compiler.loops import LoopKind, loop_kind
 from dyngran.compiler.recomputable import pin_reason
 from dyngran.compiler.storages import Storages, find_storages, planned_device, tensors_of
@@ -48,61 +48,6 @@ class Captured:
         """The planned values whose storage these nodes share."""
         found = {storage for node in nodes for storage in self.storages.of.get(node, ())}
         return frozenset(storage for storage in found if self.problem.values[storage].producer is not None)
-
-
-def prepare(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
-    """Bring the graph into the form that the problem, the plan and the fingerprint refer to: dead code out, one copy of every
-    subexpression, forced saves tagged, inputs that forward overwrites copied before they are read."""
-    joint.graph.eliminate_dead_code()
-    joint.graph = torch_private.common_subexpressions(joint.graph)
-    torch_private.tag_forced_saves(joint)
-    _copy_overwritten_inputs(joint, num_fwd_outputs)
-    joint.recompile()
-
-
-def _copy_overwritten_inputs(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
-    """An input that forward overwrites holds other numbers by the time backward runs: whatever may run in backward reads a copy.
-
-    The copy is made once, before its first reader, and tagged so that it is never made again from the overwritten input. Inputs that only
-    feed forward (counters, statistics nobody differentiates through) get none.
-    """
-    _, _, descriptors = torch_private.split_outputs(joint, num_fwd_outputs)
-    mutated = torch_private.mutated_input_descriptors(descriptors)
-    placeholders = [node for node in joint.graph.nodes if node.op == "placeholder"]
-    feeds_backward = _feeding_backward(joint.graph)
-    for node in placeholders:
-        is_returned = any(node.meta.get("desc") == descriptor for descriptor in mutated)
-        if not isinstance(node.meta.get("val"), torch.Tensor) or not (is_returned or any(_overwrites(u, node) for u in node.users)):
-            continue
-        readers = [user for user in node.users if user.op != "output" and not torch_private.is_copy_into(user, node)]
-        if not any(reader in feeds_backward for reader in readers):
-            continue
-        with joint.graph.inserting_before(min(readers)):
-            copy = joint.graph.call_function(torch.ops.aten.clone.default, (node,))
-        copy.meta = {key: value for key, value in node.meta.items() if key not in ("desc", "grapharg")}
-        copy.meta["val"] = node.meta["val"].clone()
-        copy.meta["partitioner_tag"] = "is_forward"
-        copy.meta["recompute"] = torch_private.MUST_SAVE
-        for reader in readers:
-            reader.replace_input_with(node, copy)
-
-
-def _overwrites(user: fx.Node, placeholder: fx.Node) -> bool:
-    """True for the copy_ that ends forward; what backward writes into its own buffers is read after forward as it stands."""
-    return torch_private.is_copy_into(user, placeholder) and not torch_private.must_be_in_backward(user)
-
-
-def _feeding_backward(graph: fx.Graph) -> set[fx.Node]:
-    """Every node from which a node that depends on a tangent, or that must run in backward, can be reached."""
-    late = {node for node in graph.nodes if node.op == "placeholder" and torch_private.is_tangent(node)}
-    for node in graph.nodes:
-        if node.op == "call_function" and (torch_private.must_be_in_backward(node) or any(arg in late for arg in node.all_input_nodes)):
-            late.add(node)
-    feeding = set(late)
-    for node in reversed(graph.nodes):
-        if any(user in feeding for user in node.users):
-            feeding.add(node)
-    return feeding
 
 
 def capture(
@@ -269,7 +214,7 @@ def _op(node: fx.Node, position: int, storages: Storages, node_info: object, cos
         workspace_bytes=cost.workspace_bytes,
         pinned="" if side is Side.BACKWARD else pin_reason(node),
         region=region_of(node),
-        user_recompute=node.meta.get("recompute") in torch_private.USER_RECOMPUTES or _is_constant(node),
+        never_saved=node.meta.get("recompute") in torch_private.USER_RECOMPUTES or _is_constant(node),
         fusible=kind is not LoopKind.NONE,
         reduction=kind is LoopKind.REDUCTION,
         num_elements=_num_elements(node),
@@ -343,34 +288,3 @@ def _needed_late(ops: Sequence[Op]) -> set[int]:
         if op.side is not Side.BACKWARD and not op.pinned and needed.intersection(op.writes):
             needed.update(op.reads)
     return needed
-
-
-_SOURCE_LINE = re.compile(r'File "([^"]+)", line (\d+), in')
-
-
-def module_path(node: fx.Node) -> str:
-    """Dotted path of the module that the op belongs to, as the user named it ('' if unknown)."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not stack:
-        return ""
-    path = str(list(stack.values())[-1][0])
-    path = re.sub(r"L\['(\w+)'\]\.?", "", path)
-    return re.sub(r"(?:_modules)?\[['\"]?(\w+)['\"]?\]", r".\1", path).replace("._modules", "").strip(".")
-
-
-def region_of(node: fx.Node) -> str:
-    """The repeated block that an op belongs to: the module path up to its first number (``layers.3``), else its first name."""
-    parts = module_path(node).split(".")
-    for position, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: position + 1])
-    return parts[0]
-
-
-def label_of(node: fx.Node) -> str:
-    """Module path, op and source line, for people."""
-    op = str(node.target).removeprefix("aten.").removesuffix(".default")
-    lines = _SOURCE_LINE.findall(node.meta.get("stack_trace") or "")
-    where = f" ({lines[-1][0].rsplit('/', 1)[-1]}:{lines[-1][1]})" if lines else ""
-    path = module_path(node)
-    return f"{path + ': ' if path else ''}{op}{where}"

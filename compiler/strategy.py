@@ -11,9 +11,10 @@ from typing import Any
 from torch import fx
 
 from dyngran.compiler import torch_private
-from dyngran.compiler.capture import Captured, JointGraph, capture, prepare
+from dyngran.compiler.capture import Captured, JointGraph, capture
 from dyngran.compiler.options import Codegen, Options
 from dyngran.compiler.planfile import load_plan
+from dyngran.compiler.prepare import prepare
 from dyngran.compiler.pricing import device_spec, price_nodes
 from dyngran.compiler.static_memory import measure_static, profiling_limit
 from dyngran.compiler.storages import planned_device

@@ -93,7 +93,7 @@ def _recompute(problem: Problem, index: int, *, again: bool) -> Decision:
     value = problem.values[index]
     assert value.producer is not None
     op = problem.ops[value.producer]
-    if op.user_recompute and not op.pinned and op.reads:
+    if op.never_saved and not op.pinned and op.reads:
         reason = f"in a checkpoint region of the user's: {op.cost_us:.4g} us to make again"
     elif again:
         reason = f"{op.cost_us:.4g} us to make again, frees {format_bytes(value.size_bytes)} until backward reads it"

@@ -72,7 +72,7 @@ class Op:
     workspace_bytes: int = 0
     rerun_bytes: int = 0
     pinned: str = ""
-    user_recompute: bool = False  # a torch.utils.checkpoint region of the user's: its results are never saved
+    never_saved: bool = False  # made in a checkpoint region of the user's, or a constant: its results are recomputed, whatever the budget
     region: str = ""
     fusible: bool = False  # pointwise or reduction: a fusing code generator may inline it
     reduction: bool = False

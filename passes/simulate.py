@@ -90,7 +90,7 @@ class Simulator:
         self._is_given = [value.producer is None for value in problem.values]
         self._pinned = [bool(op.pinned) for op in problem.ops]
         self._small = [problem.keeps_as_small(value.index) for value in problem.values]
-        self._never_saved = [op.user_recompute and not op.pinned for op in problem.ops]
+        self._never_saved = [op.never_saved and not op.pinned for op in problem.ops]
         wanted = {read for index in self._backward_ops for read in self._reads[index]} | problem.gradients
         self._from_tangents = sorted(from_tangents)
         is_ready = [value.producer is None or value.index in from_tangents for value in problem.values]

@@ -81,7 +81,7 @@ def _crossing(problem: Problem, wished: frozenset[int]) -> frozenset[int]:
             continue
         op = problem.ops[producer]
         small = problem.keeps_as_small(value)
-        if op.pinned or (not op.user_recompute and (value in wished or small)):
+        if op.pinned or (not op.never_saved and (value in wished or small)):
             crossing.add(value)
         else:
             needed |= set(problem.ops[producer].reads)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from dyngran.compiler import torch_private
-from dyngran.compiler.capture import Captured, JointGraph, Pricer, capture, prepare
+from dyngran.compiler.capture import Captured, JointGraph, Pricer, capture
 from dyngran.compiler.partition import partition
+from dyngran.compiler.prepare import prepare
 from dyngran.compiler.static_memory import input_kinds, measure_static
 from dyngran.passes.profile_cache import Measurement
 from dyngran.passes.simulate import Simulator

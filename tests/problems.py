@@ -35,7 +35,7 @@ class Builder:
         fusible: bool = False,
         reduction: bool = False,
         pinned: str = "",
-        user_recompute: bool = False,
+        never_saved: bool = False,
         workspace_bytes: int = 0,
         region: str = "",
         kind: Kind = Kind.ACTIVATION,
@@ -55,7 +55,7 @@ class Builder:
             fusible=fusible,
             reduction=reduction,
             pinned=pinned,
-            user_recompute=user_recompute,
+            never_saved=never_saved,
             workspace_bytes=workspace_bytes,
             region=region,
             num_elements=size_bytes,
@@ -185,7 +185,7 @@ def problems(draw: st.DrawFn, *, max_forward: int = 7, fused: bool | None = None
                 fusible=fusible,
                 reduction=fusible and draw(st.booleans()),
                 pinned=draw(st.sampled_from(["", "", "", "random"])),
-                user_recompute=draw(st.sampled_from([False, False, False, True])),
+                never_saved=draw(st.sampled_from([False, False, False, True])),
                 workspace_bytes=draw(st.sampled_from([0, 0, 2])),
             )
         )

@@ -207,7 +207,7 @@ def test_a_checkpointed_region_of_the_users_is_marked() -> None:
             return inner.sum()
 
     captured = traced(Checkpointed(), (x_of(),))
-    assert any(op.user_recompute for op in ops_of(captured, "aten.sin."))
+    assert any(op.never_saved for op in ops_of(captured, "aten.sin."))
 
 
 def test_regions_are_the_paths_that_the_user_gave_to_modules() -> None:

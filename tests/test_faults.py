@@ -387,7 +387,7 @@ def test_what_the_users_checkpoints_make_is_never_saved() -> None:
     graph = planned("users_checkpoints_with_dropout")
     assert graph.strategy is not None and graph.plan is not None
     ops, values = graph.strategy.problem.ops, graph.strategy.problem.values
-    theirs = {write for op in ops if op.user_recompute and not op.pinned for write in op.writes}
+    theirs = {write for op in ops if op.never_saved and not op.pinned for write in op.writes}
     assert theirs
     assert not graph.plan.saved & theirs
     assert not any(values[value].kind is Kind.TANGENT for value in graph.plan.saved)

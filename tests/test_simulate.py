@@ -67,18 +67,18 @@ def test_normalizing_twice_changes_nothing_and_saves_no_more_than_asked(problem:
 
 @settings(max_examples=100, deadline=None)
 @given(problem=problems(), data=st.data())
-def test_what_the_user_recomputes_never_crosses_unless_it_must_not_run_twice(problem: Problem, data: st.DataObject) -> None:
+def test_what_is_never_saved_crosses_only_if_it_must_not_run_twice(problem: Problem, data: st.DataObject) -> None:
     simulator = Simulator(problem)
     for saved in (any_saved(data, simulator), frozenset(simulator.candidates), simulator.default_saved):
         makers = [problem.ops[problem.values[value].producer] for value in simulator.normalize(saved)]  # type: ignore[index]  # not an input
-        assert all(op.pinned or not op.user_recompute for op in makers)
+        assert all(op.pinned or not op.never_saved for op in makers)
 
 
 def test_a_chain_whose_links_are_the_users_saves_what_stands_before_them() -> None:
     problem = chain(16)
-    ops = [replace(op, user_recompute=4 <= op.index < 8) for op in problem.ops]
+    ops = [replace(op, never_saved=4 <= op.index < 8) for op in problem.ops]
     simulator = Simulator(replace(problem, ops=tuple(ops)))
-    assert simulator.default_saved == frozenset(op.writes[0] for op in ops[:15] if not op.user_recompute)
+    assert simulator.default_saved == frozenset(op.writes[0] for op in ops[:15] if not op.never_saved)
     assert simulator.evaluate(simulator.default_saved).recompute_us == 4
 
 

@@ -212,7 +212,7 @@ class Program:
                 self._model += self._saved[value] + again >= 1
         for value, variable in self._saved.items():
             op = problem.ops[self._producer(value)]
-            if op.user_recompute and not op.pinned:
+            if op.never_saved and not op.pinned:
                 variable.upBound = 0
         for index, variable in self._again.items():
             for read in problem.ops[index].reads:

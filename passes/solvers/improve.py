@@ -71,7 +71,7 @@ class Improver:
     def _is_users(self, value: int) -> bool:
         """Made in a checkpoint region of the user's, which is never saved."""
         producer = self._problem.values[value].producer
-        return producer is not None and self._problem.ops[producer].user_recompute
+        return producer is not None and self._problem.ops[producer].never_saved
 
     def _left(self, end: int) -> bool:
         if monotonic() > self._deadline:
