@@ -45,7 +45,12 @@ def profiler_is_active() -> bool:
     if getattr(torch.autograd.profiler, "_is_profiler_enabled", False):
         return True
     sessions = [item for item in gc.get_objects() if type(item) is profile]
-    return any(session.profiler is not None and session.current_action is not ProfilerAction.NONE for session in sessions)
+    return any(
+        session.current_action is not ProfilerAction.NONE
+        and session.profiler is not None
+        and getattr(session.profiler, "kineto_results", None) is None  # a session that has ended keeps its results
+        for session in sessions
+    )
 
 
 def start_profiler_once() -> None:

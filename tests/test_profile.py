@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from dyngran.passes.devices import find_device
 from dyngran.passes.host import measure_host_spec
 from dyngran.passes.materialize import InputPool
+from dyngran.passes.measure_cpu import profiler_is_active
 from dyngran.passes.profile import OpProfiler, Request
 from dyngran.passes.profile_cache import Measurement, ProfileCache, default_cache_dir
 from dyngran.passes.signature import concrete
@@ -189,3 +190,19 @@ def test_the_host_is_measured_once(tmp_path: Path) -> None:
     assert measure_host_spec(ProfileCache(tmp_path)) == first
     assert 1e8 < first.bandwidth_bytes_per_s < 1e13
     assert 1e-4 < first.matmul_tflops["fp32"] < 1e3
+
+
+def test_a_session_counts_as_active_from_its_warm_up_to_its_end() -> None:
+    ended = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True)
+    with ended:
+        assert profiler_is_active()
+    assert not profiler_is_active()
+    waiting = torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], schedule=torch.profiler.schedule(wait=1, warmup=1, active=1), acc_events=True
+    )
+    with waiting:
+        waiting.step()
+        assert profiler_is_active()
+        waiting.step()
+    assert not profiler_is_active()
+    assert ended is not None  # kept alive until here, as a user's variable would keep it
