@@ -21,6 +21,7 @@ from measure import Snapshot, differences, forward_backward, held_tensors, measu
 from torch import Tensor, nn
 
 import dyngran
+from dyngran.compiler.strategy import LOSS_BYTES
 from dyngran.errors import BudgetTooSmall
 from dyngran.passes.simulate import Outcome
 from dyngran.passes.solvers.portfolio import Planner
@@ -212,7 +213,11 @@ def test_floor_is_at_most_the_peak_of_a_hand_written_plan(name: str) -> None:
     forward_backward(compiled, inputs)
     module.zero_grad()
     traced = measured_peak(lambda: forward_backward(compiled, inputs), held_tensors(module, inputs))
-    assert result_of(name).floor_bytes <= min(eager, traced), (eager, traced, table(name))
+    assert result_of(name).floor_bytes - LOSS_BYTES <= min(eager, traced), (
+        eager,
+        traced,
+        table(name),
+    )  # the refusal leaves room for the loss
 
 
 @families
