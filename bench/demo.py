@@ -16,7 +16,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # equal losses need
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would write over the progress bar
 sys.path[:0] = [str(Path(__file__).resolve().parent)]  # `python -P` leaves the script's own folder out
 
-from demo_progress import Ticker  # noqa: E402
+from demo_progress import Ticker  # noqa: E402  # after the settings above
 from rich.console import Console  # noqa: E402
 
 MIN_STEPS = 3  # the first two compile and see the optimizer's state for the first time: they are not timed

@@ -47,7 +47,7 @@ class Limits:
     max_seconds: float = 20.0
 
 
-class _Highs(pulp.HiGHS):  # type: ignore[misc]
+class _Highs(pulp.HiGHS):  # type: ignore[misc]  # PuLP ships no types
     """PuLP 3.3 does not know the status with which HiGHS stops at its node limit."""
 
     def findSolutionValues(self, lp: Any) -> tuple[int, int]:
@@ -329,7 +329,7 @@ class _Slots:
             is_tangent = value.kind is Kind.TANGENT
             if not size or not (is_tangent or value.producer in place):
                 continue
-            start = first_backward if is_tangent else place[value.producer]  # type: ignore[index]
+            start = first_backward if is_tangent else place[value.producer]  # type: ignore[index]  # has one: no tangent
             own_side = [place[reader] for reader in self._readers.get(value.index, ()) if reader in place]
             if value.index not in late:
                 own_side = [position for position in own_side if position < first_backward]
