@@ -273,7 +273,7 @@ class _Replay:
         return _leaves(tree), self._workspace_at(node, _target_name(function), tree)
 
     def _workspace_at(self, node: fx.Node, operator: str, tree: _Tree) -> int:
-        wrapped = next((str(arg) for arg in node.args if isinstance(arg, torch._ops.OpOverload)), None)
+        wrapped = _wrapped(node)
         results = tree[1] if wrapped and isinstance(tree, list) and len(tree) == 2 and isinstance(tree[1], list) else tree
         num_bytes = sum(self._size_of[storage] for storage in _leaves(results))
         state_bytes = CPU_RANDOM_STATE_BYTES if self._device.type == "cpu" and operator == "run_with_rng_state" else 0
@@ -358,16 +358,23 @@ def _by_target(module: fx.GraphModule) -> dict[str, list[fx.Node]]:
     for node in module.graph.nodes:
         name = _name_of(node)
         if name == "control_deps":
-            name = _inner_name(module, node)
+            name = _name_of(inner) if (inner := _inner(node)) is not None else None
         if name is not None:
             found.setdefault(name, []).append(node)
     return found
 
 
-def _inner_name(module: fx.GraphModule, node: fx.Node) -> str | None:
-    bodies = [getattr(module, str(arg.target), None) for arg in node.all_input_nodes if arg.op == "get_attr"]
-    inner = [name for body in bodies if isinstance(body, fx.GraphModule) for one in body.graph.nodes if (name := _name_of(one)) is not None]
-    return inner[0] if len(inner) == 1 else None
+def _inner(node: fx.Node) -> fx.Node | None:
+    """The one call in the body of an operator that holds others in place."""
+    bodies = [getattr(node.graph.owning_module, str(arg.target), None) for arg in node.all_input_nodes if arg.op == "get_attr"]
+    calls = [one for body in bodies if isinstance(body, fx.GraphModule) for one in body.graph.nodes if _name_of(one) is not None]
+    return calls[0] if len(calls) == 1 else None
+
+
+def _wrapped(node: fx.Node) -> str | None:
+    """The operator that a higher-order operator runs, as in ``run_with_rng_state(state, op, ...)``."""
+    call = _inner(node) if _name_of(node) == "control_deps" else node
+    return None if call is None else next((str(arg) for arg in call.args if isinstance(arg, torch._ops.OpOverload)), None)
 
 
 def _result_of(node: fx.Node) -> Any:

@@ -2,20 +2,78 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import fx
 
 from dyngran.compiler import torch_private
+from dyngran.compiler.storages import aliased_argument
+from dyngran.passes.signature import TensorSpec, dense_stride, hint
+
+aten = torch.ops.aten
 
 
-def prepare(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
+def prepare(joint: fx.GraphModule, num_fwd_outputs: int, *, channels_last: bool) -> None:
     """Bring the graph into the form that the problem, the plan and the fingerprint refer to: dead code out, one copy of every
-    subexpression, forced saves tagged, inputs that forward overwrites copied before they are read."""
+    subexpression, forced saves tagged, inputs that forward overwrites copied before they are read.
+
+    ``channels_last``: the code generator lays out images so whatever the graph's strides say; then nothing may rely on those.
+    """
     joint.graph.eliminate_dead_code()
     joint.graph = torch_private.common_subexpressions(joint.graph)
+    if channels_last:
+        _fix_layouts_under_strided_views(joint.graph)
     torch_private.tag_forced_saves(joint)
     _copy_overwritten_inputs(joint, num_fwd_outputs)
     joint.recompile()
+
+
+def _fix_layouts_under_strided_views(graph: fx.Graph) -> None:
+    """Make ``as_strided``, which reads memory and not elements, find the memory that the trace had.
+
+    A value that forward saves may be channels-last although the trace had it contiguous, and so is what backward recomputes from it: an
+    ``as_strided`` of that reads other elements, silently (torch's group norm on the CPU has two). Where it only renames dimensions it
+    becomes a view; else what it looks into is made contiguous first, which is no copy where it is contiguous already.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.as_strided.default):
+        source, size, stride = node.args[:3]
+        if (
+            _is_dense(source)
+            and _is_dense(node)
+            and TensorSpec.of(source.meta["val"]).num_elements == TensorSpec.of(node.meta["val"]).num_elements
+        ):
+            with graph.inserting_before(node):
+                steady = graph.call_function(aten.view.default, (source, size))
+        else:
+            base = source
+            while (below := aliased_argument(base)) is not None:
+                base = below
+            if not _is_dense(base) or base.meta["val"].dtype != node.meta["val"].dtype:
+                continue
+            with graph.inserting_before(node):
+                copy = graph.call_function(aten.clone.default, (base,), {"memory_format": torch.contiguous_format})
+                steady = graph.call_function(aten.as_strided.default, (copy, size, stride, node.meta["val"].storage_offset()))
+            copy.meta = _without_identity(base)
+            copy.meta["val"] = base.meta["val"].clone(memory_format=torch.contiguous_format)
+            copy.meta["partitioner_tag"] = node.meta.get("partitioner_tag")
+        steady.meta = dict(node.meta)
+        node.replace_all_uses_with(steady)
+        graph.erase_node(node)
+
+
+def _is_dense(node: fx.Node) -> bool:
+    """Contiguous from the first byte of its memory on, as the trace has it."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return False
+    spec = TensorSpec.of(value)
+    return hint(value.storage_offset()) == 0 and spec == replace(spec, stride=dense_stride(spec.shape))
+
+
+def _without_identity(node: fx.Node) -> dict[str, object]:
+    """A node's meta for another node: without what says which input of the graph it is."""
+    return {key: value for key, value in node.meta.items() if key not in ("desc", "grapharg")}
 
 
 def _copy_overwritten_inputs(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
@@ -37,7 +95,7 @@ def _copy_overwritten_inputs(joint: fx.GraphModule, num_fwd_outputs: int) -> Non
             continue
         with joint.graph.inserting_before(min(readers)):
             copy = joint.graph.call_function(torch.ops.aten.clone.default, (node,))
-        copy.meta = {key: value for key, value in node.meta.items() if key not in ("desc", "grapharg")}
+        copy.meta = _without_identity(node)
         copy.meta["val"] = node.meta["val"].clone()
         copy.meta["partitioner_tag"] = "is_forward"
         copy.meta["recompute"] = torch_private.MUST_SAVE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from dyngran.passes.devices import DeviceSpec, find_device, match_device
 from dyngran.passes.host import measure_card_spec, measure_host_spec
 from dyngran.passes.profile import OpProfiler, Request
 from dyngran.passes.profile_cache import Measurement, ProfileCache
+from dyngran.passes.signature import TensorSpec
+
+_CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
 
 def device_spec(device: torch.device, name: str | None) -> DeviceSpec:
@@ -33,6 +37,7 @@ def price_nodes(
     spec: DeviceSpec,
     limit_bytes: int | None,
     fused: bool,
+    channels_last: bool,
     measure: bool,
     progress: Callable[[str], None],
 ) -> list[Measurement]:
@@ -41,6 +46,7 @@ def price_nodes(
     ``limit_bytes``: what profiling itself may allocate; it is raised to what the largest single op touches. Every op is run whatever the
     budget is: an op left out has no known workspace, and then neither a plan's peak nor a refusal's least peak would be true. A step runs
     that op too, so profiling exceeds the limit by copies of one op's inputs at most. ``measure`` False prices everything by the roofline.
+    ``channels_last``: the code generator lays out images so for convolutions, whatever the graph's strides say.
     """
     profiled = [node for node in nodes if not (fused and _is_generated(node))]
     if measure and profiled:
@@ -50,7 +56,7 @@ def price_nodes(
     profiler = OpProfiler(
         spec, device if measure and device.type != "meta" else None, cache=ProfileCache.default(), limit_bytes=limit_bytes
     )
-    prices = dict(zip(profiled, profiler.measure_all([_request(node) for node in profiled]), strict=True))
+    prices = dict(zip(profiled, profiler.measure_all([_request(node, channels_last=channels_last) for node in profiled]), strict=True))
     return [prices[node] if node in prices else _by_bytes(node, spec) for node in nodes]
 
 
@@ -67,8 +73,22 @@ def _touched_bytes(node: fx.Node, device: torch.device) -> int:
     return sum(storage_bytes(tensor, device, on_device=True) for item in touched for tensor in tensors_of(item))
 
 
-def _request(node: fx.Node) -> Request:
-    return Request(node.target, _values(node.args), dict(_values(node.kwargs)), node.meta.get("val"))
+def _request(node: fx.Node, *, channels_last: bool) -> Request:
+    args = _values(node.args)
+    if channels_last and node.target in _CONVOLUTIONS:
+        args = tuple(_in_channels_last(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
+    return Request(node.target, args, dict(_values(node.kwargs)), node.meta.get("val"))
+
+
+def _in_channels_last(tensor: torch.Tensor) -> torch.Tensor | TensorSpec:
+    """A four-dimensional tensor's metadata with channels innermost, a slice of channels still a slice; any other tensor as it is."""
+    spec = TensorSpec.of(tensor)
+    if len(spec.shape) != 4:
+        return tensor
+    _, channels, height, width = spec.shape
+    is_slice = spec.stride[1:] == (height * width, width, 1) and spec.stride[0] % (height * width) == 0
+    stored = max(channels, spec.stride[0] // (height * width)) if is_slice else channels
+    return replace(spec, stride=(stored * height * width, 1, stored * width, stored))
 
 
 def _by_bytes(node: fx.Node, spec: DeviceSpec) -> Measurement:

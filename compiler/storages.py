@@ -62,7 +62,7 @@ def _visit(found: Storages, node: fx.Node, device: torch.device) -> None:
     if torch_private.is_getitem(node) and isinstance(node.args[0], fx.Node) and node.args[0] not in found.writes:
         found.of[node] = found.of.get(node.args[0], ())  # a list of views lives where its base lives
         return
-    alias = _aliased_argument(node)
+    alias = aliased_argument(node)
     if alias is not None:
         found.of[node] = found.of.get(alias, ())
         return
@@ -131,7 +131,7 @@ def _rounded(num_bytes: int, device: torch.device) -> int:
     return num_bytes if device.type == "cpu" else -(-num_bytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES
 
 
-def _aliased_argument(node: fx.Node) -> fx.Node | None:
+def aliased_argument(node: fx.Node) -> fx.Node | None:
     """The argument that the result is a view of, by the op's schema: ``(a)`` labels one view, ``(a -> *)`` a list of them (split)."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
         return None

@@ -78,16 +78,24 @@ class Strategy:
         earlier: Strategy | None,
     ) -> Strategy:
         """Capture a joint graph. ``earlier`` is kept, with its planner, if the graph is still the same."""
-        prepare(joint, num_fwd_outputs)
+        fused = options.codegen is Codegen.INDUCTOR
+        channels_last = fused and torch_private.lays_out_channels_last(joint)
+        prepare(joint, num_fwd_outputs, channels_last=channels_last)
         device = planned_device(joint.graph)
         spec = device_spec(device, options.device_profile)
-        fused = options.codegen is Codegen.INDUCTOR
         static = measure_static(held, device)
         limit = profiling_limit(options.budget, static, device)
         captured = capture(
             JointGraph(module=joint, num_fwd_outputs=num_fwd_outputs, static_input_indices=static_indices, input_kinds=kinds),
             price=lambda nodes, on: price_nodes(
-                nodes, on, spec=spec, limit_bytes=limit, fused=fused, measure=options.device_profile is None, progress=log.info
+                nodes,
+                on,
+                spec=spec,
+                limit_bytes=limit,
+                fused=fused,
+                channels_last=channels_last,
+                measure=options.device_profile is None,
+                progress=log.info,
             ),
             fused=fused,
             static_bytes=static.bytes_by_kind,

@@ -10,6 +10,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -168,7 +169,10 @@ def replay_random_state(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Make recomputed random ops draw what they drew in forward, which returns the generator's state before each for backward to set."""
     from torch._functorch.partitioners import functionalize_rng_ops
+    from torch._prims.rng_prims import run_with_rng_state
 
+    names = {node.name for node in random_nodes}
+    again = [node.meta["val"] for node in backward.graph.nodes if node.name in names]
     before = {node: node.meta.get("recompute") for node in random_nodes}
     for node in joint.graph.nodes:  # functionalize_rng_ops reads this tag: exactly these nodes are to be replayed
         if "recompute" in node.meta and node not in before and node.meta["recompute"] in USER_RECOMPUTES and is_random(node):
@@ -178,13 +182,17 @@ def replay_random_state(
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     try:
         with functorch_config(graphsafe_rng_functionalization=False):  # the graph-safe form changes the random stream of forward
-            return functionalize_rng_ops(joint, forward, backward, num_symbols)
+            forward, backward = functionalize_rng_ops(joint, forward, backward, num_symbols)
     finally:
         for node, tag in before.items():
             if tag is None:
                 node.meta.pop("recompute", None)
             else:
                 node.meta["recompute"] = tag
+    replays = [node for node in backward.graph.nodes if node.target is run_with_rng_state]
+    for node, value in zip(replays, again, strict=True):  # torch leaves them without one
+        node.meta["val"] = value
+    return forward, backward
 
 
 def is_random(node: fx.Node) -> bool:
@@ -278,6 +286,8 @@ def compile_inductor(
         is_backward = bool(kwargs.get("is_backward", False))
         if is_backward:
             _keep_saved_tensors_intact()
+        if not kwargs.get("is_inference", False):
+            _keep_random_order(gm.graph)
         compiled: Any = compile_fx_inner(gm, example_inputs, **kwargs)
         if getattr(compiled, "source_code", None):
             on_code(GeneratedCode(source=compiled.source_code, graph=gm, is_backward=is_backward))
@@ -302,6 +312,30 @@ def _keep_saved_tensors_intact() -> None:
     context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None and context.fw_metadata.bw_donated_idxs:
         context.fw_metadata.bw_donated_idxs = []
+
+
+def _keep_random_order(graph: fx.Graph) -> None:
+    """Make random ops run in the graph's order under ``fallback_random``, where they draw from torch's generator as eager code does.
+
+    Inductor's scheduler reorders to save memory. Of itself it holds only plain random ops in place (torch 2.13; 2.11 none), not those
+    whose generator state is saved, so that a plan that recomputes some masks would draw others than the unplanned step.
+    """
+    import torch._inductor.config
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+    from torch._prims.rng_prims import run_and_save_rng_state
+    from torch.utils._ordered_set import OrderedSet
+
+    if not torch._inductor.config.fallback_random:
+        return
+    draws = [node for node in graph.nodes if node.users and (is_random(node) or node.target is run_and_save_rng_state)]
+    preserve_node_ordering(graph, {later: OrderedSet([earlier]) for earlier, later in pairwise(draws)})
+
+
+def lays_out_channels_last(module: fx.GraphModule) -> bool:
+    """Whether Inductor turns the images of this graph's convolutions to channels-last."""
+    from torch._inductor.graph import GraphLowering
+
+    return bool(GraphLowering.decide_layout_opt(module, is_inference=False))
 
 
 def missing_tool(device_types: Collection[str]) -> str | None:

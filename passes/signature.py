@@ -34,7 +34,7 @@ class TensorSpec:
         """Read a tensor, fake or real; symbolic sizes become their hints, data-dependent ones their bounds."""
         shape = tuple(hint(size) for size in tensor.shape)
         is_strided = tensor.layout is torch.strided and not tensor.is_quantized
-        stride = tuple(hint(step) for step in tensor.stride()) if is_strided else _dense_stride(shape)
+        stride = tuple(hint(step) for step in tensor.stride()) if is_strided else dense_stride(shape)
         return cls(shape, stride, tensor.dtype, str(tensor.device), is_strided)
 
     @property
@@ -196,7 +196,8 @@ def _show(value: object) -> str:
     return type(value).__name__
 
 
-def _dense_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+def dense_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides in elements of a contiguous tensor of this shape."""
     stride, step = [], 1
     for size in reversed(shape):
         stride.append(step)

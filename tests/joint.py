@@ -74,7 +74,7 @@ def cut(module: Callable[..., Any], choose: Choose, *, price: Pricer = unit_pric
         def cut_joint(
             joint: fx.GraphModule, _inputs: Sequence[Any], *, num_fwd_outputs: int, static_lifetime_input_indices: Any = None, **_: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            prepare(joint, num_fwd_outputs)
+            prepare(joint, num_fwd_outputs, channels_last=False)
             captured = capture(
                 JointGraph(
                     module=joint,

@@ -218,7 +218,14 @@ def test_regions_are_the_paths_that_the_user_gave_to_modules() -> None:
 
 def measured_price(nodes: Sequence[fx.Node], device: torch.device) -> list[Measurement]:
     return price_nodes(
-        nodes, device, spec=device_spec(device, None), limit_bytes=None, fused=False, measure=True, progress=lambda _text: None
+        nodes,
+        device,
+        spec=device_spec(device, None),
+        limit_bytes=None,
+        fused=False,
+        channels_last=False,
+        measure=True,
+        progress=lambda _text: None,
     )
 
 
@@ -230,7 +237,16 @@ def test_workspaces_do_not_depend_on_what_profiling_may_allocate() -> None:
 
         def price(nodes: Sequence[fx.Node], device: torch.device, limit_bytes: int | None = limit_bytes) -> list[Measurement]:
             spec = device_spec(device, None)
-            return price_nodes(nodes, device, spec=spec, limit_bytes=limit_bytes, fused=False, measure=True, progress=lambda _text: None)
+            return price_nodes(
+                nodes,
+                device,
+                spec=spec,
+                limit_bytes=limit_bytes,
+                fused=False,
+                channels_last=False,
+                measure=True,
+                progress=lambda _text: None,
+            )
 
         made = cut(module, save_nothing, price=price)
         made.step(torch.ones(4, 3, 64, 64))

@@ -242,7 +242,8 @@ def test_recomputed_random_ops_are_replayed_from_the_state_before_them() -> None
         forward, backward = torch_private.replay_random_state(joint.module, forward, backward, again, 0)
     assert {node: node.meta.get("recompute") for node in joint.module.graph.nodes} == before  # tags are put back
     assert any("run_and_save_rng_state" in str(node.target) for node in forward.graph.nodes)
-    assert any("run_with_rng_state" in str(node.target) for node in backward.graph.nodes)
+    replays = [node for node in backward.graph.nodes if "run_with_rng_state" in str(node.target)]
+    assert [node.meta["val"][0].shape for node in replays] == [node.meta["val"][0].shape for node in again]
 
 
 def test_getitems_stand_next_to_their_producer() -> None:
@@ -328,6 +329,12 @@ def test_inductor_compilation_hands_out_the_generated_code_of_both_graphs() -> N
         ran.clear()
         uuids.clear()
     assert weight.grad is not None
+
+
+def test_inductor_turns_images_of_convolutions_to_channels_last() -> None:
+    linear, image = Seen(nn.Linear(4, 4), torch.randn(4, 4)), Seen(nn.Conv2d(3, 8, 3), torch.randn(2, 3, 8, 8))
+    assert not torch_private.lays_out_channels_last(linear.joint)
+    assert torch_private.lays_out_channels_last(image.joint)
 
 
 def test_a_partitioner_survives_the_cache_key() -> None:
