@@ -11,8 +11,8 @@ import ast
 import itertools
 import logging
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Union
 
 import torch
@@ -23,15 +23,20 @@ from dyngran.compiler.capture import CPU_RANDOM_STATE_BYTES, Captured
 from dyngran.compiler.storages import storage_bytes, tensors_of
 from dyngran.passes.errors import UnknownSize
 from dyngran.passes.plan import Plan
+from dyngran.passes.signature import TensorSpec
 
 log = logging.getLogger("dyngran.accounting")
 
 _ALIASES = frozenset({"reinterpret_tensor", "_reinterpret_tensor", "as_strided", "alloc_from_pool"})
+_REINTERPRETS = frozenset({"reinterpret_tensor", "_reinterpret_tensor", "as_strided"})
 _VIEWS = frozenset({"as_strided", "view", "reshape", "permute", "transpose", "t", "detach", "squeeze", "unsqueeze", "expand", "view_as"})
 _SCALARS = frozenset({"item", "size", "stride", "tolist", "numel"})
 _LIBRARY = ("extern_kernels.", "torch.ops.", "aten.")
 
 
+Measure = Callable[[object, tuple[object, ...]], int | None]
+
+_CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
 _Tree = Union[tuple[int, ...], "list[_Tree]"]  # storages of a result, nested as the result is
 
 
@@ -56,8 +61,11 @@ class WrapperAccount:
         return found[0] if len(found) == 1 else None
 
 
-def wrapper_peak(account: WrapperAccount, captured: Captured, plan: Plan) -> int | None:
-    """Transient peak of one step in bytes, or None if there is no generated code or it cannot be read."""
+def wrapper_peak(account: WrapperAccount, captured: Captured, plan: Plan, measure: Measure | None = None) -> int | None:
+    """Transient peak of one step in bytes, or None if there is no generated code or it cannot be read.
+
+    ``measure(target, arguments)`` gives the workspace of a call in bytes: convolutions get it for the layouts that the code really uses.
+    """
     forward, backward = account.single(is_backward=False), account.single(is_backward=True)
     if forward is None or backward is None:
         return None
@@ -65,9 +73,10 @@ def wrapper_peak(account: WrapperAccount, captured: Captured, plan: Plan) -> int
     kept = frozenset(node.name for value, node in enumerate(captured.nodes) if node is not None and value in held and value in plan.saved)
     still_held = sum(captured.problem.values[value].size_bytes for value in held if value not in plan.saved)
     try:
-        first = _Replay(forward, captured)
+        first = _Replay(forward, captured, measure=measure)
         in_forward = first.peak()
-        in_backward = _Replay(backward, captured, saved=first.returned[captured.joint.num_fwd_outputs :], never_freed=kept).peak()
+        saved = first.returned[captured.joint.num_fwd_outputs :]
+        in_backward = _Replay(backward, captured, measure=measure, saved=saved, never_freed=kept).peak()
     except (UnreadableWrapper, UnknownSize) as error:
         log.info("generated code is not accounted for: %s", error)
         return None
@@ -86,11 +95,13 @@ class _Replay:
         code: torch_private.GeneratedCode,
         captured: Captured,
         *,
+        measure: Measure | None,
         saved: Sequence[dict[int, int] | None] = (),
         never_freed: frozenset[str] = frozenset(),
     ) -> None:
         self.returned: list[dict[int, int] | None] = []  # per result: bytes by storage; None for what is no tensor
         self._device = captured.device
+        self._measure = measure
         self._saved = saved
         self._placeholders = [node for node in code.graph.graph.nodes if node.op == "placeholder"]
         self._is_backward = code.is_backward
@@ -101,6 +112,8 @@ class _Replay:
         self._bound: dict[str, tuple[int, ...]] = {}
         self._members: dict[str, _Tree] = {}
         self._symbols: dict[str, int] = {}
+        self._layouts: dict[str, TensorSpec] = {}  # what each name is bound to, as far as the code says it
+        self._results_of: dict[str, Any] = {}  # results of library calls as the graph has them, nested as they are
         self._unused = _by_target(code.graph)
         self._workspace = {op.name: (_op_name(op.target), op.workspace_bytes) for op in captured.problem.ops}
         sizes = [value.size_bytes for value in captured.problem.values]
@@ -128,6 +141,7 @@ class _Replay:
         elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
             return self._assign(statement.targets[0], statement.value)
         elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+            self._read_assertion(statement.value)
             return self._workspace_of(statement.value)
         elif isinstance(statement, ast.Return) and isinstance(statement.value, ast.Tuple):
             self.returned = [self._result(item) for item in statement.value.elts]
@@ -154,6 +168,9 @@ class _Replay:
                 raise UnreadableWrapper(f"{ast.unparse(target)} = {ast.unparse(value.func)}")
             return 0
         storages, workspace = self._evaluate(target.id, value)
+        layout = self._layout(value)
+        if layout is not None:
+            self._layouts[target.id] = layout
         if storages:
             self._bound[target.id] = storages
         elif isinstance(value, ast.Constant) and value.value is None:
@@ -166,6 +183,8 @@ class _Replay:
         saved = self._saved_tensors()
         for name, node in zip(names, self._placeholders, strict=True):
             value = node.meta.get("val")
+            if isinstance(value, torch.Tensor):
+                self._layouts[name] = TensorSpec.of(value)
             if isinstance(value, (torch.SymInt, int)):
                 self._symbols[name] = torch_private.size_hint(value)
             if not self._is_backward or not isinstance(value, torch.Tensor):
@@ -227,7 +246,7 @@ class _Replay:
         if last in _ALIASES and call.args and isinstance(call.args[0], ast.Name):
             return self._bound.get(call.args[0].id, ()), 0
         if function.startswith(_LIBRARY):
-            return self._library_call(name, function)
+            return self._library_call(name, call)
         if owner in self._bound and last in _VIEWS:
             return self._bound[owner], 0
         if _BUFFER.match(name) and not (owner in self._bound and last in _SCALARS):
@@ -236,10 +255,46 @@ class _Replay:
 
     def _allocation(self, call: ast.Call) -> int:
         sizes, strides = (self._numbers(argument) for argument in call.args[:2])
-        dtype = getattr(torch, ast.unparse(call.args[2]).removeprefix("torch."), None)
-        if not isinstance(dtype, torch.dtype):
-            raise UnreadableWrapper(f"dtype {ast.unparse(call.args[2])}")
+        dtype = _dtype(call.args[2])
         return storage_bytes(torch.empty_strided(sizes, strides, dtype=dtype, device="meta"), self._device, on_device=True)
+
+    def _layout(self, value: ast.expr) -> TensorSpec | None:
+        """Shape, strides and dtype of an expression, or None where the code does not say them."""
+        if isinstance(value, ast.Name) and value.id in self._layouts:
+            return self._layouts[value.id]
+        if isinstance(value, (ast.Name, ast.Subscript)):
+            result = self._result_at(value)
+            return TensorSpec.of(result) if isinstance(result, torch.Tensor) else None
+        if not isinstance(value, ast.Call) or len(value.args) < 3:
+            return None
+        last = ast.unparse(value.func).rsplit(".", 1)[-1]
+        if last.startswith("empty_strided"):
+            return self._laid_out(TensorSpec((), (), _dtype(value.args[2]), str(self._device)), value.args[0], value.args[1])
+        base = self._layout(value.args[0]) if last in _REINTERPRETS else None
+        return None if base is None else self._laid_out(base, value.args[1], value.args[2])
+
+    def _read_assertion(self, call: ast.Call) -> None:
+        """``assert_size_stride(name, size, stride, ...)`` says how a result really lies in memory."""
+        if ast.unparse(call.func) == "assert_size_stride" and isinstance(call.args[0], ast.Name):
+            layout = self._layout(call.args[0])
+            layout = None if layout is None else self._laid_out(layout, call.args[1], call.args[2])
+            if layout is not None:
+                self._layouts[call.args[0].id] = layout
+
+    def _laid_out(self, layout: TensorSpec, size: ast.expr, stride: ast.expr) -> TensorSpec | None:
+        try:
+            return replace(layout, shape=tuple(self._numbers(size)), stride=tuple(self._numbers(stride)))
+        except UnreadableWrapper:
+            return None
+
+    def _result_at(self, value: ast.expr) -> Any:
+        """What the graph says of the result of a library call, or of a member of one."""
+        if isinstance(value, ast.Name):
+            return self._results_of.get(value.id)
+        if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Constant) and isinstance(value.slice.value, int):
+            owner = self._result_at(value.value)
+            return owner[value.slice.value] if isinstance(owner, (list, tuple)) and value.slice.value < len(owner) else None
+        return None
 
     def _numbers(self, expression: ast.expr) -> list[int]:
         if not isinstance(expression, ast.Tuple):
@@ -263,22 +318,41 @@ class _Replay:
                 return left // right
         raise UnreadableWrapper(f"size {ast.unparse(expression)}")
 
-    def _library_call(self, name: str, function: str) -> tuple[tuple[int, ...], int]:
-        node = self._take(function)
+    def _library_call(self, name: str, call: ast.Call) -> tuple[tuple[int, ...], int]:
+        function = ast.unparse(call.func)
+        node = self._take(call)
         if node is None:
             raise UnreadableWrapper(f"{function} is not in the graph")
-        tree = self._allocate(_result_of(node))
+        self._results_of[name] = _result_of(node)
+        self._layouts.pop(name, None)
+        tree = self._allocate(self._results_of[name])
         if isinstance(tree, list):
             self._members[name] = tree
-        return _leaves(tree), self._workspace_at(node, _target_name(function), tree)
+        return _leaves(tree), self._workspace_at(node, call, tree)
 
-    def _workspace_at(self, node: fx.Node, operator: str, tree: _Tree) -> int:
-        wrapped = _wrapped(node)
+    def _workspace_at(self, node: fx.Node, call: ast.Call, tree: _Tree) -> int:
+        operator, wrapped = _target_name(ast.unparse(call.func)), _wrapped(node)
         results = tree[1] if wrapped and isinstance(tree, list) and len(tree) == 2 and isinstance(tree[1], list) else tree
         num_bytes = sum(self._size_of[storage] for storage in _leaves(results))
         state_bytes = CPU_RANDOM_STATE_BYTES if self._device.type == "cpu" and operator == "run_with_rng_state" else 0
         self._enlarge(node, operator, _leaves(results))
-        return state_bytes + self._measured(node, _op_name(wrapped) if wrapped else operator, num_bytes)
+        exact = self._measured_here(node, call) if operator in _CONVOLUTIONS else None
+        return exact if exact is not None else state_bytes + self._measured(node, _op_name(wrapped) if wrapped else operator, num_bytes)
+
+    def _measured_here(self, node: fx.Node, call: ast.Call) -> int | None:
+        """Workspace of a call with the layouts that it really has; None where the code does not tell them all."""
+        layouts = self._layouts_of(call)
+        if self._measure is None or None in layouts or len(layouts) > len(node.args):
+            return None
+        without_bias = [None] * (sum(isinstance(arg, fx.Node) for arg in node.args) - len(layouts))
+        rest = fx.node.map_arg(node.args[len(layouts) + len(without_bias) :], lambda one: one.meta.get("val"))
+        return self._measure(node.target, (*layouts, *without_bias, *rest))
+
+    def _layouts_of(self, call: ast.Call) -> list[TensorSpec | None]:
+        """Of the tensors among a call's arguments, in order."""
+        symbols = self._symbols
+        tensors = [one for one in call.args if isinstance(one, ast.Call) or (isinstance(one, ast.Name) and one.id not in symbols)]
+        return [self._layout(one) for one in tensors]
 
     def _enlarge(self, node: fx.Node, operator: str, results: tuple[int, ...]) -> None:
         """Some kernels allocate more for a result than its shape says: the problem's values have what was measured."""
@@ -298,17 +372,19 @@ class _Replay:
             return [self._allocate(item) for item in value]
         return self._new(sum(storage_bytes(tensor, self._device) for tensor in tensors_of(value)))
 
-    def _take(self, function: str) -> fx.Node | None:
-        """The next node of this target that no line has been matched with."""
-        nodes = self._unused.get(_target_name(function), [])
-        return nodes.pop(0) if nodes else None
+    def _take(self, call: ast.Call) -> fx.Node | None:
+        """The next node of this target that no line has been matched with; one of the same shapes if there is one."""
+        nodes = self._unused.get(_target_name(ast.unparse(call.func)), [])
+        shapes = [layout.shape if layout is not None else None for layout in self._layouts_of(call)]
+        place = next((place for place, node in enumerate(nodes) if _takes(node, shapes)), 0)
+        return nodes.pop(place) if nodes else None
 
     def _workspace_of(self, call: ast.Call) -> int:
         """Workspace of a library call that writes into ``out`` or is made for its effect."""
         function = ast.unparse(call.func)
         if not function.startswith(_LIBRARY):
             return 0
-        node = self._take(function)
+        node = self._take(call)
         out = next((keyword.value for keyword in call.keywords if keyword.arg == "out"), None)
         storages = self._evaluate("", out)[0] if out is not None else ()
         return self._measured(node, _target_name(function), sum(self._size_of[storage] for storage in storages))
@@ -330,6 +406,20 @@ def _flatten(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             raise UnreadableWrapper(type(statement).__name__)
         else:
             yield statement
+
+
+def _takes(node: fx.Node, shapes: Sequence[tuple[int, ...] | None]) -> bool:
+    """Whether these may be the shapes of a node's first tensors; None is a shape that is not known."""
+    values = [arg.meta.get("val") for arg in node.args if isinstance(arg, fx.Node)]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return all(shape is None or shape == TensorSpec.of(tensor).shape for shape, tensor in zip(shapes, tensors, strict=False))
+
+
+def _dtype(expression: ast.expr) -> torch.dtype:
+    dtype = getattr(torch, ast.unparse(expression).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnreadableWrapper(f"dtype {ast.unparse(expression)}")
+    return dtype
 
 
 def _target_name(function: str) -> str:

@@ -60,6 +60,20 @@ def price_nodes(
     return [prices[node] if node in prices else _by_bytes(node, spec) for node in nodes]
 
 
+def workspace_meter(device: torch.device, spec: DeviceSpec) -> Callable[[object, tuple[object, ...]], int | None]:
+    """A function of ``(target, arguments)`` that gives the workspace in bytes of one call, or None if the call cannot be run.
+
+    Tensors among the arguments may be `TensorSpec`. Every distinct call is run once and remembered on disk.
+    """
+    profiler = OpProfiler(spec, device, cache=ProfileCache.default())
+
+    def measure(target: object, args: tuple[object, ...]) -> int | None:
+        found = profiler.measure(target, args, {})
+        return found.workspace_bytes if found.is_measured else None
+
+    return measure
+
+
 def _is_generated(node: fx.Node) -> bool:
     """Inductor writes this kernel itself: running the op alone would measure something else (for ``prims``, Python)."""
     if loop_kind(node) is not LoopKind.NONE:

@@ -11,11 +11,12 @@ from typing import Any
 from torch import fx
 
 from dyngran.compiler import torch_private
+from dyngran.compiler.accounting import Measure
 from dyngran.compiler.capture import Captured, JointGraph, capture
 from dyngran.compiler.options import Codegen, Options
 from dyngran.compiler.planfile import load_plan
 from dyngran.compiler.prepare import prepare
-from dyngran.compiler.pricing import device_spec, price_nodes
+from dyngran.compiler.pricing import device_spec, price_nodes, workspace_meter
 from dyngran.compiler.static_memory import measure_static, profiling_limit
 from dyngran.compiler.storages import planned_device
 from dyngran.compiler.store import recall_saved, recall_transients, remember_saved, remember_transient, store_key
@@ -108,6 +109,11 @@ class Strategy:
             earlier.captured = captured
             return earlier
         return cls(captured, options, mark)
+
+    def workspace_meter(self) -> Measure | None:
+        """What measures library calls of generated code; None where plans are made for a device that is not here."""
+        device, named = self.captured.device, self.options.device_profile
+        return None if named is not None or device.type == "meta" else workspace_meter(device, device_spec(device, None))
 
     @property
     def problem(self) -> Problem:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dyngran.passes.signature import hint
@@ -286,9 +286,8 @@ def compile_inductor(
         is_backward = bool(kwargs.get("is_backward", False))
         if is_backward:
             _keep_saved_tensors_intact()
-        if not kwargs.get("is_inference", False):
-            _keep_random_order(gm.graph)
-        compiled: Any = compile_fx_inner(gm, example_inputs, **kwargs)
+        with _random_order_kept():
+            compiled: Any = compile_fx_inner(gm, example_inputs, **kwargs)
         if getattr(compiled, "source_code", None):
             on_code(GeneratedCode(source=compiled.source_code, graph=gm, is_backward=is_backward))
         if not kwargs.get("is_inference", False) and getattr(compiled, "current_callable", None) is not None:
@@ -314,21 +313,43 @@ def _keep_saved_tensors_intact() -> None:
         context.fw_metadata.bw_donated_idxs = []
 
 
-def _keep_random_order(graph: fx.Graph) -> None:
-    """Make random ops run in the graph's order under ``fallback_random``, where they draw from torch's generator as eager code does.
+class RandomOrder(CustomGraphPass):
+    """A pass of Inductor's that holds random ops in the graph's order, as eager code draws from torch's generator.
 
-    Inductor's scheduler reorders to save memory. Of itself it holds only plain random ops in place (torch 2.13; 2.11 none), not those
-    whose generator state is saved, so that a plan that recomputes some masks would draw others than the unplanned step.
+    The scheduler reorders to save memory. Of itself it holds only plain random ops in place (torch 2.13; 2.11 none), not those whose
+    generator state is saved, so that a plan that recomputes some masks would draw others than the unplanned step.
+
+    Args:
+        before: the user's pass, or passes, at the same place; they run first.
     """
-    import torch._inductor.config
-    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
-    from torch._prims.rng_prims import run_and_save_rng_state
-    from torch.utils._ordered_set import OrderedSet
 
-    if not torch._inductor.config.fallback_random:
-        return
-    draws = [node for node in graph.nodes if node.users and (is_random(node) or node.target is run_and_save_rng_state)]
-    preserve_node_ordering(graph, {later: OrderedSet([earlier]) for earlier, later in pairwise(draws)})
+    def __init__(self, before: Any) -> None:
+        self._before = before if isinstance(before, (list, tuple)) else [before] if before is not None else []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+        from torch._prims.rng_prims import run_and_save_rng_state
+        from torch.utils._ordered_set import OrderedSet
+
+        for user_pass in self._before:
+            user_pass(graph)
+        draws = [node for node in graph.nodes if node.users and (is_random(node) or node.target is run_and_save_rng_state)]
+        preserve_node_ordering(graph, {later: OrderedSet([earlier]) for earlier, later in pairwise(draws)})
+
+    def uuid(self) -> tuple[object, ...] | None:
+        """None, which keeps the code out of Inductor's cache, if a pass of the user's has none."""
+        inner = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self._before]
+        return None if None in inner else ("dyngran: random order", *inner)
+
+
+def _random_order_kept() -> contextlib.AbstractContextManager[None]:
+    """`RandomOrder` where order matters: under ``fallback_random``; else masks come from seeds of their own."""
+    from torch._inductor import config
+
+    if not config.fallback_random:
+        return contextlib.nullcontext()
+    kept: contextlib.AbstractContextManager[None] = config.patch(post_grad_custom_post_pass=RandomOrder(config.post_grad_custom_post_pass))
+    return kept
 
 
 def lays_out_channels_last(module: fx.GraphModule) -> bool:

@@ -21,7 +21,7 @@ from measure import forward_backward, held_tensors, measured_peak
 from torch import Tensor, fx, nn
 
 import dyngran
-from dyngran.compiler.accounting import WrapperAccount, wrapper_peak
+from dyngran.compiler.accounting import Measure, WrapperAccount, wrapper_peak
 from dyngran.compiler.capture import Captured, JointGraph
 from dyngran.compiler.options import parse_options
 from dyngran.compiler.planned_graph import MAX_COMPILES
@@ -31,6 +31,7 @@ from dyngran.compiler.torch_private import GeneratedCode
 from dyngran.errors import BudgetTooSmall
 from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Kind, Op, Problem, Side, Value
+from dyngran.passes.signature import TensorSpec
 
 KIB = 1024
 
@@ -84,11 +85,13 @@ NO_FORWARD = code("args.clear()\nreturn ()", graph_of({}), is_backward=False)
 NO_BACKWARD = code("args.clear()\nreturn ()", graph_of({}), is_backward=True)
 
 
-def forward_peak(body: str, graph: fx.GraphModule | None = None, *, problem: Problem = EMPTY, device: str = "cpu") -> int | None:
+def forward_peak(
+    body: str, graph: fx.GraphModule | None = None, *, problem: Problem = EMPTY, device: str = "cpu", measure: Measure | None = None
+) -> int | None:
     account = WrapperAccount()
     account.add(code(body, graph or graph_of({"primals_1": kib(100)}), is_backward=False))
     account.add(NO_BACKWARD)
-    return wrapper_peak(account, captured_of(problem, device=device), plan_of())
+    return wrapper_peak(account, captured_of(problem, device=device), plan_of(), measure)
 
 
 def test_buffers_live_from_their_allocation_to_their_del() -> None:
@@ -203,6 +206,65 @@ def test_a_call_that_code_generation_renamed_has_the_workspace_of_its_like() -> 
     assert forward_peak(body(own), graph, problem=problem) == forward_peak(body(out), graph, problem=problem) == 8 * KIB
     assert forward_peak(body(out), graph_of({"primals_1": kib()}), problem=problem) == 8 * KIB  # not in the graph at all
     assert forward_peak(body(own), graph, problem=with_workspace("mm", "aten.bmm.default", 7 * KIB)) == KIB
+
+
+IMAGE, KERNEL, BIAS = torch.empty(2, 3, 8, 8), torch.empty(4, 3, 1, 1), torch.empty(4)
+CONVOLUTION = """
+    primals_1, primals_2, primals_3 = args
+    buf0 = empty_strided_cpu((384, ), (1, ), torch.float32)
+    assert_size_stride(primals_2, (4, 3, 1, 1), (3, 1, 3, 3), 'input')
+    buf1 = {}
+    assert_size_stride(buf1, (2, 4, 8, 8), (256, 1, 32, 4), 'torch.ops.aten.convolution.default')
+    buf2 = {}
+    return (buf2, )
+"""
+STRIDE = "stride=(1, 1), padding=(0, 0), dilation=(1, 1), transposed=False, output_padding=(0, 0), groups=1"
+
+
+@pytest.mark.parametrize("bias", ["primals_3, ", ""])
+def test_a_convolution_is_measured_with_the_layouts_of_the_code(bias: str) -> None:
+    """The graph has contiguous images; views, assertions and results of other calls tell how they really lie in memory."""
+    aten, rest = torch.ops.aten, ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    graph = graph_of({"primals_1": IMAGE, "primals_2": KERNEL, "primals_3": BIAS})
+    x, weight, shift = graph.graph.find_nodes(op="placeholder")
+    with graph.graph.inserting_before(next(iter(reversed(graph.graph.nodes)))):
+        node = graph.graph.call_function(aten.convolution.default, (x, weight, shift, *rest))
+        node.meta["val"] = torch.empty(2, 4, 8, 8)
+        grad = graph.graph.call_function(aten.convolution_backward.default, (node, x, weight, [4], *rest, [True, False, False]))
+        grad.meta["val"] = (torch.empty(2, 3, 8, 8), None, None)
+    first = f"extern_kernels.convolution(reinterpret_tensor(buf0, (2, 3, 8, 8), (192, 1, 24, 3), 0), primals_2, {bias}{STRIDE})"
+    second = "torch.ops.aten.convolution_backward.default(buf1, primals_1, primals_2, [4])"
+    calls: list[tuple[object, ...]] = []
+
+    def measure(_target: object, args: tuple[object, ...]) -> int:
+        calls.append(args)
+        return 10 * KIB
+
+    assert forward_peak(CONVOLUTION.format(first, second), graph, measure=measure) == (1536 + 2048 + 1536) + 10 * KIB
+    strides = [[one.stride for one in args if isinstance(one, TensorSpec)] for args in calls]
+    assert strides == [[(192, 1, 24, 3), (3, 1, 3, 3), *([(1,)] if bias else [])], [(256, 1, 32, 4), (192, 64, 8, 1), (3, 1, 3, 3)]]
+    assert [len(args) for args in calls] == [9, 11]
+    assert calls[0][2] is None or bias
+    assert forward_peak(CONVOLUTION.format(first, second), graph) == 1536 + 2048 + 1536
+
+
+def test_calls_are_matched_with_nodes_of_their_shapes() -> None:
+    """Inductor orders kernels as it likes: the first call of an operator need not be the graph's first."""
+    small, large = torch.empty(8, 32), torch.empty(64, 32)
+    graph = graph_of({"primals_1": small, "primals_2": large})
+    one, two = graph.graph.find_nodes(op="placeholder")
+    with graph.graph.inserting_before(next(iter(reversed(graph.graph.nodes)))):
+        for argument in (one, two):
+            graph.graph.call_function(torch.ops.aten.sort.default, (argument,)).meta["val"] = argument.meta["val"]
+    body = """
+        primals_1, primals_2 = args
+        buf0 = torch.ops.aten.sort.default(primals_2)
+        del buf0
+        buf1 = torch.ops.aten.sort.default(primals_1)
+        buf2 = empty_strided_cpu((1792, ), (1, ), torch.float32)
+        return (buf1, buf2, )
+    """
+    assert forward_peak(body, graph) == (1 + 7) * KIB  # matched by order alone: 8 KiB of buf1 and 7 of buf2
 
 
 def test_an_operator_that_was_put_into_a_body_to_keep_its_order_is_found() -> None:
