@@ -25,7 +25,7 @@ def remember(graph: PlannedGraph) -> None:
 
 
 def graphs_of(handle: torch.nn.Module | Callable[..., Any] | None) -> list[PlannedGraph]:
-    """The planned graphs of a module, a compiled module or function; of the last compilation if ``handle`` is None.
+    """The planned graphs of a module, a compiled module or function; of the last compilation if there are no parameters to tell by.
 
     Only graphs with backward are planned. Later compilations of the same frame come last. Raises NothingCompiled if there is none.
     """
@@ -45,15 +45,10 @@ def graphs_of(handle: torch.nn.Module | Callable[..., Any] | None) -> list[Plann
 
 
 def _modules_of(handle: Any) -> list[torch.nn.Module]:
-    """The module itself, the owner of a compiled method, or the modules with parameters that a compiled function names."""
-    if isinstance(handle, torch.nn.Module):
-        return [handle]
+    """Of these, the ones with parameters: the module itself, the owner of a compiled method, the modules that a compiled function names."""
     function = getattr(handle, "_torchdynamo_orig_callable", handle)
-    owner = getattr(function, "__self__", None)
-    if isinstance(owner, torch.nn.Module):
-        return [owner]
-    if not isinstance(function, FunctionType):
-        return []
-    names = inspect.getclosurevars(function)
-    named = [value for value in (*names.nonlocals.values(), *names.globals.values()) if isinstance(value, torch.nn.Module)]
-    return [module for module in named if any(True for _ in module.parameters())]
+    named = [handle, getattr(function, "__self__", None)]
+    if isinstance(function, FunctionType):
+        names = inspect.getclosurevars(function)
+        named += [*names.nonlocals.values(), *names.globals.values()]
+    return [module for module in named if isinstance(module, torch.nn.Module) and any(True for _ in module.parameters())]

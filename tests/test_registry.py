@@ -66,6 +66,12 @@ def test_nothing_means_what_was_compiled_last(models: tuple[nn.Module, nn.Module
     assert graphs_of(None)[-1] is graphs_of(small)[-1]
 
 
+def test_a_module_without_parameters_means_what_was_compiled_last() -> None:
+    compiled = torch.compile(nn.Tanh(), backend="dyngran", options=OPTIONS)
+    compiled(torch.randn(4, 4, requires_grad=True)).sum().backward()
+    assert [graph.parameters() for graph in graphs_of(compiled)] == [[]]
+
+
 def test_a_module_compiled_in_place_is_found() -> None:
     module = Net(8)
     module.compile(backend="dyngran", options=OPTIONS)
