@@ -37,8 +37,8 @@ LIBRARY_BYTES = (
     40 * 2**20
 )  # workspaces that cuBLASLt and cuDNN keep from their first step on: 39 MiB more than predicted on a ViT-L, 0 on a Llama
 LOSS_BYTES = 64  # the loss and the gradient it starts from are eager scalars
-TRUSTED_CODES = 3  # plans whose code is generated before a refusal where simulations are off by more than TRUSTED_SHARE of the transient
-TRUSTED_SHARE = 0.05
+MAX_DOUBTS = 2  # further plans whose code is generated before a refusal, where their simulations promise DOUBTED_SHARE less than is known
+DOUBTED_SHARE = 0.05
 MAX_MISSES = 2  # plans in a row whose generated code needed more than was guessed; then one that is known to fit is taken
 
 
@@ -60,6 +60,7 @@ class Strategy:
         self.margin_bytes = 0
         self.correction_bytes = 0
         self.num_probes = 0
+        self.num_doubts = 0
         self.num_misses = 0
         self.store_key = store_key(mark, captured.problem, options)
         static = captured.problem.total_static_bytes
@@ -213,11 +214,12 @@ class Strategy:
             least = unknown[0]
             if hopeful and self.num_probes % 2 == 0 and len(hopeful) > 2:
                 least = hopeful[len(hopeful) // 2]
-            if hopeful or not self.accounted:
+            if hopeful:
                 self.num_probes += 1
                 return self._plan_of(least, "probe")
-            if len(self.accounted) < TRUSTED_CODES and self._simulation_is_off():
-                return self._plan_of(self._towards_stock(unknown), "probe")
+            promising = self._promising(unknown, outcomes)
+            if promising is not None:
+                return self._plan_of(promising, "probe")
         known = [one for one in outcomes if one.saved in self.accounted] if self.problem.fused else outcomes
         best = min(known or outcomes, key=lambda one: self.need_of(one.saved))
         raise BudgetTooSmall(
@@ -227,17 +229,19 @@ class Strategy:
             hint=self.planner.hint(limit, best),
         )
 
-    def _simulation_is_off(self) -> bool:
-        """Whether generated code needed so much more than its simulation that the least simulated plan need not be the least real one."""
+    def _promising(self, unknown: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Outcome | None:
+        """A plan without code that may need less than every plan with code: the least simulated one; then, where code needs far more than
+        its simulation, `MAX_DOUBTS` between that and the least need that is known. None if nothing speaks for another compilation."""
         static = self.problem.total_static_bytes
-        simulated = {saved: self.simulator.evaluate(saved).peak_bytes for saved in self.accounted}
-        return any(self.accounted[saved] - peak > TRUSTED_SHARE * (peak - static) for saved, peak in simulated.items())
-
-    def _towards_stock(self, unknown: Sequence[Outcome]) -> Outcome:
-        """The plan half way between the least simulated peak and stock's, or stock's own: code that recomputes less can need less."""
-        least = min(self.simulator.evaluate(saved).peak_bytes for saved in self.accounted)
-        goal = (least + self.free.peak_bytes) // 2 if len(self.accounted) == 1 else self.free.peak_bytes
-        return min(unknown, key=lambda one: abs(one.peak_bytes - goal))
+        first = min(outcomes, key=lambda one: one.peak_bytes)
+        least = min((self._peak_of(saved) for saved in self.accounted), default=None)
+        if least is None or (first.saved not in self.accounted and first.peak_bytes < least):
+            return first
+        better = [one for one in unknown if one.peak_bytes - static < (1 - DOUBTED_SHARE) * (least - static)]
+        if not better or self.num_doubts == MAX_DOUBTS:
+            return None
+        self.num_doubts += 1
+        return min(better, key=lambda one: abs(2 * one.peak_bytes - first.peak_bytes - least))
 
     def _plan_of(self, outcome: Outcome, solver: str) -> Plan:
         return decide(self.simulator, outcome, budget_bytes=None, solver=solver, fastest_us=self.free.time_us)
