@@ -259,7 +259,7 @@ class PlannedGraph:
         """Account for the generated code: the plan's prediction becomes what that code allocates."""
         if self.plan is None or self.strategy is None:
             return True
-        transient_bytes = wrapper_peak(account, self.strategy.captured, self.plan, self.strategy.workspace_meter())
+        transient_bytes = wrapper_peak(account, self.strategy.captured, self.plan, self.strategy.measure_workspace)
         if transient_bytes is None:
             if self.options.codegen is Codegen.INDUCTOR and self.budget_bytes is not None:
                 self.notes.append(UNREAD_NOTE)

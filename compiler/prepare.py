@@ -23,13 +23,13 @@ def prepare(joint: fx.GraphModule, num_fwd_outputs: int, *, channels_last: bool)
     joint.graph.eliminate_dead_code()
     joint.graph = torch_private.common_subexpressions(joint.graph)
     if channels_last:
-        _fix_layouts_under_strided_views(joint.graph)
+        fix_layouts_under_strided_views(joint.graph)
     torch_private.tag_forced_saves(joint)
     _copy_overwritten_inputs(joint, num_fwd_outputs)
     joint.recompile()
 
 
-def _fix_layouts_under_strided_views(graph: fx.Graph) -> None:
+def fix_layouts_under_strided_views(graph: fx.Graph) -> None:
     """Make ``as_strided``, which reads memory and not elements, find the memory that the trace had.
 
     A value that forward saves may be channels-last although the trace had it contiguous, and so is what backward recomputes from it: an
@@ -49,7 +49,7 @@ def _fix_layouts_under_strided_views(graph: fx.Graph) -> None:
             base = source
             while (below := aliased_argument(base)) is not None:
                 base = below
-            if not _is_dense(base) or base.meta["val"].dtype != node.meta["val"].dtype:
+            if not _is_dense(base) or not _looks_into(node, base):
                 continue
             with graph.inserting_before(node):
                 copy = graph.call_function(aten.clone.default, (base,), {"memory_format": torch.contiguous_format})
@@ -69,6 +69,12 @@ def _is_dense(node: fx.Node) -> bool:
         return False
     spec = TensorSpec.of(value)
     return hint(value.storage_offset()) == 0 and spec == replace(spec, stride=dense_stride(spec.shape))
+
+
+def _looks_into(node: fx.Node, base: fx.Node) -> bool:
+    """Whether a strided view stays within the elements of ``base``, in its dtype: not so for a chunk of something larger."""
+    value, spec, whole = node.meta["val"], TensorSpec.of(node.meta["val"]), TensorSpec.of(base.meta["val"])
+    return spec.dtype == whole.dtype and hint(value.storage_offset()) + spec.num_stored <= whole.num_elements
 
 
 def _without_identity(node: fx.Node) -> dict[str, object]:

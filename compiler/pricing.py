@@ -90,14 +90,14 @@ def _touched_bytes(node: fx.Node, device: torch.device) -> int:
 def _request(node: fx.Node, *, channels_last: bool) -> Request:
     args = _values(node.args)
     if channels_last and node.target in _CONVOLUTIONS:
-        args = tuple(_in_channels_last(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
+        args = tuple(in_channels_last(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
     return Request(node.target, args, dict(_values(node.kwargs)), node.meta.get("val"))
 
 
-def _in_channels_last(tensor: torch.Tensor) -> torch.Tensor | TensorSpec:
+def in_channels_last(tensor: torch.Tensor) -> torch.Tensor | TensorSpec:
     """A four-dimensional tensor's metadata with channels innermost, a slice of channels still a slice; any other tensor as it is."""
     spec = TensorSpec.of(tensor)
-    if len(spec.shape) != 4:
+    if len(spec.shape) != 4 or 0 in spec.shape:
         return tensor
     _, channels, height, width = spec.shape
     is_slice = spec.stride[1:] == (height * width, width, 1) and spec.stride[0] % (height * width) == 0

@@ -61,6 +61,7 @@ class Strategy:
         self.correction_bytes = 0
         self.num_probes = 0
         self.num_doubts = 0
+        self._meter: Measure | None = None
         self.num_misses = 0
         self.store_key = store_key(mark, captured.problem, options)
         static = captured.problem.total_static_bytes
@@ -113,10 +114,14 @@ class Strategy:
             return earlier
         return cls(captured, options, mark)
 
-    def workspace_meter(self) -> Measure | None:
-        """What measures library calls of generated code; None where plans are made for a device that is not here."""
-        device, named = self.captured.device, self.options.device_profile
-        return None if named is not None or device.type == "meta" else workspace_meter(device, device_spec(device, None))
+    def measure_workspace(self, target: object, args: tuple[object, ...]) -> int | None:
+        """Workspace in bytes of a library call of generated code; None if it cannot be run here, as when planning for another device."""
+        device = self.captured.device
+        if self.options.device_profile is not None or device.type == "meta":
+            return None
+        if self._meter is None:
+            self._meter = workspace_meter(device, device_spec(device, None))
+        return self._meter(target, args)
 
     @property
     def problem(self) -> Problem:
@@ -204,19 +209,18 @@ class Strategy:
         return [*frontier, *(self.simulator.evaluate(saved) for saved in self.accounted if saved not in on_frontier)]
 
     def _last_resort(self, limit: int, outcomes: list[Outcome]) -> Plan:
-        """Nothing fits by what is known. Before a refusal, code is generated for plans that might: first one half way down, then the least.
+        """Nothing fits by what is known. Before a refusal, code is generated for plans that might fit (half way down and the least by
+        turns), and for plans that may need less than any whose code is known.
 
         What generated code of one plan needed beyond its simulation says little of another's, and a refusal must say what is true.
         """
         unknown = sorted((one for one in outcomes if one.saved not in self.accounted), key=lambda one: one.peak_bytes)
         if self.problem.fused and unknown:
             hopeful = [one for one in unknown if one.peak_bytes <= limit]
-            least = unknown[0]
-            if hopeful and self.num_probes % 2 == 0 and len(hopeful) > 2:
-                least = hopeful[len(hopeful) // 2]
             if hopeful:
+                is_half_way = self.num_probes % 2 == 0 and len(hopeful) > 2
                 self.num_probes += 1
-                return self._plan_of(least, "probe")
+                return self._plan_of(hopeful[len(hopeful) // 2 if is_half_way else 0], "probe")
             promising = self._promising(unknown, outcomes)
             if promising is not None:
                 return self._plan_of(promising, "probe")
