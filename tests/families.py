@@ -130,6 +130,18 @@ class Regressor(nn.Module):
         return F.mse_loss(self.head(self.blocks(self.embed(x))), target)
 
 
+class Mlp(nn.Module):
+    """Three residual-free blocks of width 64, (rows, 64) → mean square: the smallest model whose plans differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.blocks(x)
+        return out.square().mean()
+
+
 class LanguageModel(nn.Module):
     """Tokens (batch, tokens) → mean cross-entropy of the next token. ``tied`` shares the embedding with the output layer."""
 

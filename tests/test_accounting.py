@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import Mlp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from joint import traced
@@ -516,16 +517,6 @@ def test_the_replay_agrees_with_pythons_reference_counts(body: str) -> None:
     result = scope["Runner"]().call([object()])
     assert result is not None
     assert forward_peak(body) == meter.peak
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.blocks(x)
-        return out.square().mean()
 
 
 def compiled(budget_bytes: int | None) -> tuple[Callable[..., Tensor], nn.Module, Tensor]:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from families import Mlp
+from torch import nn
 
 import dyngran
 from dyngran.compiler.options import parse_options
@@ -35,16 +36,6 @@ KEY = "0" * 40
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("DYNGRAN_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.blocks(x)
-        return out.square().mean()
 
 
 def compiled(budget: int, module: nn.Module | None = None) -> Any:
