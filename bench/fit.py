@@ -3,13 +3,14 @@
     python bench/fit.py --models llama350m vitl resnet152            # 90, 70, 50 and 30 % of the free transient
     python bench/fit.py --models llama350m --budgets 0.9 0.5
     python bench/fit.py --models resnet152 --batches 2 2.5 3         # larger batches under stock compile's peak
+    python bench/fit.py --reference bench/results/fit-h100.jsonl     # budgets from stock's peak in rows of an earlier run
     python bench/fit.py --smoke                                      # a tiny model on the CPU, seconds
 
 A configuration is ``stock`` (torch.compile), ``free`` (dyngran without a budget), ``f0.50`` (dyngran at static + 0.50 x (stock's
 peak - static)) or ``x2.0`` (dyngran at stock's peak with twice the batch). Each runs in a process of its own. Processes compile side by
-side, hand their cached memory back and wait; then each is timed while the others do nothing. Every row is appended to ``--out`` as soon as
-it exists: one when a configuration has compiled (``"stage": "compiled"``: peaks, prediction, compile time) and one when it was
-timed alone (``"stage": "timed"``: the same and step times).
+side, hand their cached memory back and wait; then they are timed in rounds (A B C A B C), each while the others do nothing. Every row is
+appended to ``--out`` as soon as it exists: one when a configuration has compiled (``"stage": "compiled"``: peaks, prediction, compile
+time) and one when it was timed (``"stage": "timed"``: the same and step times over all rounds).
 """
 
 from __future__ import annotations
@@ -20,21 +21,22 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import IO
 
 import torch
-from meter import Memory, measure_busy_ms, measure_memory, measure_wall_ms, synchronize
+from meter import Memory, measure_busy_ms, measure_memory, summary, synchronize, wall_times_ms
 from models import CASES, Case
 from torch import Tensor, nn
 
 from dyngran.errors import DyngranError
 from dyngran.passes.errors import format_bytes
 
-ROW = "@@row "
+ROW, ROUND = "@@row ", "@@round"  # what a worker says; it is told TIME for one round of steps, anything else to finish
+TIME = "time"
 NUM_LOSS_STEPS = 10  # every configuration reports its loss after this many steps
 Row = dict[str, object]
 
@@ -109,7 +111,7 @@ def emit(row: Row) -> None:
 
 
 def one(args: argparse.Namespace) -> int:
-    """Compile one configuration and emit its row; then, told so on stdin (or at once with ``--now``), time it and emit it again."""
+    """Compile one configuration and emit its row; then time it in rounds, told so on stdin (or once with ``--now``), and emit it again."""
     device = torch.device("cuda" if torch.cuda.is_available() and not args.smoke else "cpu")
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
@@ -152,18 +154,28 @@ def run_one(args: argparse.Namespace, row: Row, trainer: Trainer) -> int:
     if args.config != "stock":
         row.update(prediction(trainer))
     emit(row)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    if not args.now:
-        sys.stdin.readline()
-    for _ in range(3):
-        trainer.step()
-    row.update(measure_wall_ms(trainer.step, device, num_steps=args.steps))
+    times_ms: list[float] = []
+    for _ in range(1) if args.now else rounds_asked_for():
+        for _ in range(2):
+            trainer.step()
+        times_ms += wall_times_ms(trainer.step, device, num_steps=args.steps)
+    row.update(summary(times_ms))
     row["device_busy_ms"] = measure_busy_ms(trainer.step, device, num_steps=3)
     row.update(memory_row(measure_memory(trainer.step, device, trainer.held(), num_steps=3)))
     row["samples_per_s"] = round(1e3 * int(str(row["batch"])) / float(str(row["step_ms"])), 2)
     emit({**row, "stage": "timed"})
     return 0
+
+
+def rounds_asked_for() -> Iterator[None]:
+    """One item for each round of steps that stdin asks for. Between rounds the process hands its cached memory back and waits."""
+    while True:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if sys.stdin.readline().strip() != TIME:
+            return
+        yield
+        print(ROUND, flush=True)
 
 
 def commit() -> str:
@@ -203,16 +215,25 @@ class Worker:
                 return row
         return None
 
-    def time(self) -> Row | None:
-        """Let it be timed, alone, and wait for its end."""
-        stdin: IO[str] | None = self._process.stdin
-        assert stdin is not None
-        if self._process.poll() is None:
-            stdin.write("go\n")
-            stdin.flush()
+    def time(self) -> None:
+        """One round of steps, alone; returns when it is over."""
+        self._tell(TIME)
+        if self._process.stdout is not None and self._process.poll() is None:
+            next((line for line in self._process.stdout if line.startswith(ROUND)), None)
+
+    def finish(self) -> Row | None:
+        """Its last row, from the times of all rounds; None if it ended before."""
+        self._tell("finish")
         row = self.row()
         self._process.wait()
         return row
+
+    def _tell(self, word: str) -> None:
+        stdin: IO[str] | None = self._process.stdin
+        assert stdin is not None
+        with suppress(BrokenPipeError):  # it has ended: a row says why
+            stdin.write(f"{word}\n")
+            stdin.flush()
 
     def stop(self) -> None:
         self._process.kill()
@@ -233,40 +254,51 @@ def shown(row: Row) -> str:
     return f"{row['model']:10} {row['config']:6} {row['status']:8} {peaks}  {times}  loss {row.get('loss', '-')}"
 
 
-def compiled(args: argparse.Namespace, model: str, waiting: list[Worker]) -> None:
-    """Compile all configurations of one model: stock (budgets are shares of its peak), dyngran's free plan, the budgets."""
-    stock = Worker(args, model, "stock", budget_bytes=None, batch_factor=1.0)
-    waiting.append(stock)
-    found = stock.row()
+def stock_peak(args: argparse.Namespace, model: str, waiting: list[Worker]) -> tuple[int, int] | None:
+    """(static, peak) bytes of stock compile, which budgets are shares of: of this run, or read from ``--reference``."""
+    found: Row | None = None
+    if args.reference:
+        rows: list[Row] = [json.loads(line) for line in Path(args.reference).read_text().splitlines()]
+        found = next((row for row in rows if (row["model"], row["config"], row["status"]) == (model, "stock", "ok")), None)
+    if found is None:
+        worker = Worker(args, model, "stock", budget_bytes=None, batch_factor=1.0)
+        waiting.append(worker)
+        found = worker.row()
     if found is None or found["status"] != "ok":
+        return None
+    return int(str(found["static_bytes"])), int(str(found["measured_peak_bytes"]))
+
+
+def compiled(args: argparse.Namespace, model: str, waiting: list[Worker]) -> None:
+    """Compile all configurations of one model: stock, dyngran's free plan, the budgets, larger batches."""
+    found = stock_peak(args, model, waiting)
+    if found is None:
         return
-    static, peak = int(str(found["static_bytes"])), int(str(found["measured_peak_bytes"]))
-    if not args.skip_free:
-        free = Worker(args, model, "free", budget_bytes=None, batch_factor=1.0)
-        waiting.append(free)
-        free.row()
-    todo = [(f"f{share:.2f}", static + int(share * (peak - static)), 1.0) for share in args.budgets]
+    static, peak = found
+    todo: list[tuple[str, int | None, float]] = [] if waiting else [("stock", None, 1.0)]
+    todo += [] if args.skip_free else [("free", None, 1.0)]
+    todo += [(f"f{share:.2f}", static + int(share * (peak - static)), 1.0) for share in args.budgets]
+    todo += [(f"x{factor:g}", peak, factor) for factor in args.batches]
     while todo:
         group, todo = todo[: args.at_once], todo[args.at_once :]
         workers = [Worker(args, model, name, budget_bytes=budget, batch_factor=factor) for name, budget, factor in group]
         waiting += workers
         for worker in workers:
             worker.row()
-    for factor in args.batches:  # these need the card for themselves: its memory, not only its time
-        worker = Worker(args, model, f"x{factor:g}", budget_bytes=peak, batch_factor=factor)
-        waiting.append(worker)
-        worker.row()
 
 
 def fit(args: argparse.Namespace, models: list[str]) -> None:
-    """Compile the models' configurations side by side, then time each alone."""
+    """Compile the models' configurations side by side, then time each alone, in rounds."""
     waiting: list[list[Worker]] = [[] for _ in models]
     try:
         with ThreadPoolExecutor(len(models)) as pool:
             list(pool.map(lambda model, workers: compiled(args, model, workers), models, waiting))
         for workers in waiting:
-            while workers:
-                workers.pop(0).time()
+            for _ in range(args.rounds):
+                for worker in workers:
+                    worker.time()
+            for worker in workers:
+                worker.finish()
     finally:
         for workers in waiting:
             for worker in workers:
@@ -281,7 +313,11 @@ def main() -> int:
     parser.add_argument("--skip-free", action="store_true", help="leave out dyngran without a budget")
     parser.add_argument("--side-by-side", action="store_true", help="compile all models at the same time; the card must hold them")
     parser.add_argument("--at-once", type=int, default=3, help="processes that compile side by side")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps")
+    parser.add_argument(
+        "--reference", help="file of rows: budgets are shares of the peak of its stock rows, so that nothing waits for stock"
+    )
+    parser.add_argument("--steps", type=int, default=10, help="timed steps of a round")
+    parser.add_argument("--rounds", type=int, default=2, help="times that the timing goes round all configurations of a model")
     parser.add_argument("--out", default=str(Path(os.environ.get("OUT", ".")) / "fit.jsonl"))
     parser.add_argument("--smoke", action="store_true", help="the tiny model on the CPU, eager code generation")
     parser.add_argument("--one", action="store_true", help="run a single configuration in this process")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,8 +55,8 @@ def measure_memory(step: Step, device: torch.device, held: Iterable[Tensor], *, 
     return Memory(static_bytes=static_bytes, peak_bytes=static_bytes + peak, reserved_bytes=0)
 
 
-def measure_wall_ms(step: Step, device: torch.device, *, num_steps: int) -> dict[str, float]:
-    """Wall time of single steps, the device synchronized before and after each: median, quartiles, extremes, in milliseconds."""
+def wall_times_ms(step: Step, device: torch.device, *, num_steps: int) -> list[float]:
+    """Wall time of single steps in milliseconds, the device synchronized before and after each."""
     times_ms = []
     for _ in range(num_steps):
         synchronize(device)
@@ -64,6 +64,11 @@ def measure_wall_ms(step: Step, device: torch.device, *, num_steps: int) -> dict
         step()
         synchronize(device)
         times_ms.append(1e3 * (time.perf_counter() - start))
+    return times_ms
+
+
+def summary(times_ms: Sequence[float]) -> dict[str, float]:
+    """Median, quartiles and extremes of at least two step times, in milliseconds."""
     quarter, median, three = statistics.quantiles(times_ms, n=4)
     return {
         "step_ms": round(median, 3),
@@ -71,7 +76,7 @@ def measure_wall_ms(step: Step, device: torch.device, *, num_steps: int) -> dict
         "step_ms_q3": round(three, 3),
         "step_ms_min": round(min(times_ms), 3),
         "step_ms_max": round(max(times_ms), 3),
-        "num_timed_steps": num_steps,
+        "num_timed_steps": len(times_ms),
     }
 
 

@@ -1,4 +1,4 @@
-"""Time and workspace of operators on a CUDA device: events around launches that wait behind a spin, and the allocator's running totals.
+"""Time and workspace of operators on a CUDA device: events around launches that wait behind a spin, and the profiler's allocation events.
 
 The launches are queued while the device still spins, so what lies between the two events is device time, not Python time. (CUDA graph
 replays would do the same, but a capture needs a side stream, for which cuBLAS keeps another workspace for ever.)
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from dyngran.passes.attention_pair import is_attention_backward, with_real_forwa
 from dyngran.passes.materialize import InputPool, new_bytes
 from dyngran.passes.measure_cpu import FAILURES, Job, Progress, first_line
 from dyngran.passes.profile_cache import Measurement
+from dyngran.passes.record_memory import CallMemory, recorded
 
 MAX_LAUNCHES = 10
 BATCH_US = 3000.0  # launches of one batch add up to about this much device time
@@ -31,7 +34,7 @@ def measure_on_cuda(
     """One measurement per job, or the reason why there is none. After ``limit_s`` the rest is left to the roofline."""
     stop = time.perf_counter() + limit_s
     answers: list[Measurement | str] = []
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), recorded(device) as recorder:
         for index, job in enumerate(jobs):
             if on_progress is not None:
                 on_progress(index, len(jobs))
@@ -39,14 +42,21 @@ def measure_on_cuda(
                 answers.append(f"the profiler's {limit_s:g} s were spent")
                 continue
             try:
-                answers.append(_measure(job, pool, device))
+                answers.append(_measure(job, pool, device, recorder.mark(index) if recorder is not None else nullcontext()))
             except FAILURES as error:  # out of memory is a RuntimeError
                 answers.append(first_line(error))
         torch.cuda.synchronize(device)
-    return answers
+    return answers if recorder is None else [_with_peak(answer, recorder.calls.get(index)) for index, answer in enumerate(answers)]
 
 
-def _measure(job: Job, pool: InputPool, device: torch.device) -> Measurement:
+def _with_peak(answer: Measurement | str, seen: CallMemory | None) -> Measurement | str:
+    """The workspace as the peak of recorded allocations, where the record is complete; else it stays the sum of all temporaries."""
+    if isinstance(answer, str) or seen is None or seen.allocated < answer.workspace_bytes + sum(answer.result_bytes or ()):
+        return answer
+    return replace(answer, workspace_bytes=min(answer.workspace_bytes, seen.workspace))
+
+
+def _measure(job: Job, pool: InputPool, device: torch.device, mark: AbstractContextManager[object]) -> Measurement:
     target, args, kwargs, needed_bytes = job
     pool.trim(needed_bytes)
     real_args, real_kwargs = pool.arguments(target, args, kwargs)
@@ -59,7 +69,8 @@ def _measure(job: Job, pool: InputPool, device: torch.device) -> Measurement:
 
     allocated_before = _allocated_bytes(device)
     begin = time.perf_counter()
-    result = target(*real_args, **real_kwargs)
+    with mark:
+        result = target(*real_args, **real_kwargs)
     host_us = (time.perf_counter() - begin) * 1e6
     allocated_bytes = _allocated_bytes(device) - allocated_before
     stream.synchronize()

@@ -17,9 +17,10 @@ from dyngran.passes.costs import PLAIN_NAMESPACES, base_name, estimated_workspac
 from dyngran.passes.devices import DeviceSpec
 from dyngran.passes.errors import UnknownSize
 from dyngran.passes.materialize import InputPool
-from dyngran.passes.measure_cpu import Job, Progress, measure_on_cpu, start_profiler_once
+from dyngran.passes.measure_cpu import Job, Progress, measure_on_cpu
 from dyngran.passes.measure_cuda import measure_on_cuda
 from dyngran.passes.profile_cache import Measurement, ProfileCache, device_settings
+from dyngran.passes.record_memory import start_profiler_once
 from dyngran.passes.signature import OpSignature, concrete, tensors_of
 
 MEASURE_FROM_BYTES = 4096  # a smaller call has no workspace that could matter and costs one launch
@@ -150,8 +151,7 @@ class OpProfiler:
                     return measure_on_cuda(jobs, pool, device, limit_s=self.limit_s, on_progress=self.on_progress)
                 return measure_on_cpu(jobs, pool, limit_s=self.limit_s, on_progress=self.on_progress)
 
-        if device.type == "cpu":
-            start_profiler_once()
+        start_profiler_once()
         return on_clean_thread(measure)
 
 

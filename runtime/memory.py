@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from dyngran.passes.measure_cpu import profiler_is_active, start_profiler_once
+from dyngran.passes.record_memory import profiler_is_active, start_profiler_once
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 

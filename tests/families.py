@@ -7,7 +7,9 @@ write by hand, `torch.utils.checkpoint` around each block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -161,14 +163,14 @@ class LanguageModel(nn.Module):
 
 
 class Autocast(nn.Module):
-    """Runs a module under bf16 autocast on the CPU."""
+    """Runs a module under bf16 autocast."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=next(self.parameters()).dtype is torch.float32):
+        with torch.autocast(inputs[0].device.type, torch.bfloat16, enabled=next(self.parameters()).dtype is torch.float32):
             loss: Tensor = self.module(*inputs)
         return loss
 
@@ -464,3 +466,32 @@ FAMILIES: dict[str, Family] = {
     "densenet": Family(make=_densenet, buffers=True),
     "shared_layers": Family(make=_albert, random=True),
 }
+
+CUDA_SCALE = 32  # times the batch: on a card, blocks of the caching allocator and library workspaces would drown peaks of 5-20 MiB
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
+def family_on(name: str, device: str, *, shallow: bool = False) -> Made:
+    """A family's module and inputs on a device; on a card with `CUDA_SCALE` times the batch."""
+    module, inputs = FAMILIES[name].make(shallow=shallow)
+    if device == "cpu":
+        return module, inputs
+    return module.to(device), tuple(torch.cat([t] * CUDA_SCALE).to(device) for t in inputs)
+
+
+@contextmanager
+def repeatable(device: str) -> Iterator[None]:
+    """On a card: deterministic algorithms where there are such, and fp32 convolutions in fp32. CPU steps repeat bit for bit as they are."""
+    if device == "cpu":
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
+    strict, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    tf32 = torch.backends.cudnn.allow_tf32
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(strict, warn_only=warn_only)
+        torch.backends.cudnn.allow_tf32 = tf32

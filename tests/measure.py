@@ -1,4 +1,5 @@
-"""What a training step really does on the CPU: peak of allocated bytes from the profiler's events, and snapshots to compare.
+"""What a training step really does: peak of allocated bytes (on the CPU from the profiler's events, on CUDA from the allocator's counters)
+and snapshots to compare.
 
 Nothing here knows dyngran: this is the independent truth that predictions and plans are judged by.
 """
@@ -44,7 +45,17 @@ def event_peak_bytes(step: Callable[[], object]) -> int:
 
 
 def measured_peak(step: Callable[[], object], held: Iterable[Tensor]) -> int:
-    """Peak bytes of one step: the storages in ``held``, which exist before it, plus what it allocates on top."""
+    """Peak bytes of one step: the storages in ``held``, which exist before it, plus what it allocates on top.
+
+    On CUDA it is all that the process has allocated there at the peak, ``held`` or not, as `torch.cuda.max_memory_allocated` counts it.
+    """
+    held = list(held)
+    if any(t.is_cuda for t in held):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
     static = storage_bytes(held)
     return static + event_peak_bytes(step)
 
@@ -64,7 +75,7 @@ def snapshot(module: nn.Module, loss: Tensor) -> Snapshot:
         loss=loss.detach().clone(),
         gradients={name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()},
         buffers={name: b.clone() for name, b in module.named_buffers()},
-        rng_state=torch.get_rng_state(),
+        rng_state=torch.cuda.get_rng_state() if loss.is_cuda else torch.get_rng_state(),
     )
 
 

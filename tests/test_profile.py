@@ -15,9 +15,9 @@ from torch.profiler import ProfilerActivity, profile
 from dyngran.passes.devices import find_device
 from dyngran.passes.host import measure_host_spec
 from dyngran.passes.materialize import InputPool
-from dyngran.passes.measure_cpu import profiler_is_active
 from dyngran.passes.profile import OpProfiler, Request
 from dyngran.passes.profile_cache import Measurement, ProfileCache, default_cache_dir
+from dyngran.passes.record_memory import profiler_is_active
 from dyngran.passes.signature import concrete
 
 aten = torch.ops.aten
