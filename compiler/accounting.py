@@ -42,6 +42,7 @@ log = logging.getLogger("dyngran.accounting")
 _ALIASES = frozenset({"reinterpret_tensor", "_reinterpret_tensor", "as_strided", "alloc_from_pool"})
 _VIEWS = frozenset({"as_strided", "view", "reshape", "permute", "transpose", "t", "detach", "squeeze", "unsqueeze", "expand", "view_as"})
 _SCALARS = frozenset({"item", "size", "stride", "tolist", "numel"})
+_REDUCTIONS = frozenset({"sum", "prod", "amax", "amin"})
 _LIBRARY = ("extern_kernels.", "torch.ops.", "aten.")
 _CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
 _BUFFER = re.compile(r"(buf|workspace_?)\d|$")  # Inductor's names for memory; a result that is returned as it is has none
@@ -248,9 +249,35 @@ class _Replay:
             return self._library_call(name, call)
         if owner in self._bound and last in _VIEWS:
             return self._bound[owner], 0
+        if (sizes := self._last_round(call)) is not None:
+            *temporaries, size_bytes = sizes
+            return self._new(size_bytes), sum(temporaries)
         if _BUFFER.match(name) and not (owner in self._bound and last in _SCALARS):
             raise UnreadableWrapper(f"{name} = {function}")
         return (), 0
+
+    def _last_round(self, call: ast.Call) -> list[int] | None:
+        """Bytes of each result of ``workspace[a:b].view(rows, columns).sum(dim=0).to(dtype)``, the last step of a reduction that a kernel
+        split over its programs (the cast only where it is needed); None for another call."""
+        dtypes: list[torch.dtype] = []
+        if (
+            isinstance(call.func, ast.Attribute)
+            and call.func.attr == "to"
+            and len(call.args) == 1
+            and isinstance(call.func.value, ast.Call)
+        ):
+            dtypes, call = [dtype_of(call.args[0])], call.func.value
+        if not isinstance(call.func, ast.Attribute) or call.func.attr not in _REDUCTIONS or not isinstance(call.func.value, ast.Call):
+            return None
+        view = call.func.value
+        if not isinstance(view.func, ast.Attribute) or view.func.attr != "view" or not isinstance(view.func.value, ast.Subscript):
+            return None
+        workspace = self._layouts.of(view.func.value.value)
+        if workspace is None or len(view.args) != 2:
+            return None
+        columns = self._layouts.number(view.args[1])
+        made = [torch.empty(columns, dtype=dtype, device="meta") for dtype in (workspace.dtype, *dtypes)]
+        return [storage_bytes(tensor, self._device, on_device=True) for tensor in made]
 
     def _allocation(self, call: ast.Call) -> int:
         sizes, strides = (self._layouts.numbers(argument) for argument in call.args[:2])

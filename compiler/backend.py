@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -35,8 +36,9 @@ def dyngran(
 
 def _refuse(error: DyngranError) -> Callable[..., Any]:
     log.info("refused: %s", error)
+    bare = copy.copy(error)  # Dynamo keeps what this returns for ever, and an error that was raised keeps the frames it came through
 
     def refuse(*_: Any) -> NoReturn:
-        raise error.with_traceback(None)
+        raise copy.copy(bare)
 
     return refuse

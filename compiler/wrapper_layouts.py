@@ -79,15 +79,16 @@ class Layouts:
         """The values of a tuple of sizes. Raises UnreadableWrapper for a size that is no arithmetic of known symbols."""
         if not isinstance(expression, ast.Tuple):
             raise UnreadableWrapper(f"size {ast.unparse(expression)}")
-        return [self._number(item) for item in expression.elts]
+        return [self.number(item) for item in expression.elts]
 
-    def _number(self, expression: ast.expr) -> int:
+    def number(self, expression: ast.expr) -> int:
+        """The value of a size. Raises UnreadableWrapper if it is no arithmetic of known symbols."""
         if isinstance(expression, ast.Constant) and isinstance(expression.value, int):
             return expression.value
         if isinstance(expression, ast.Name) and expression.id in self.symbols:
             return self.symbols[expression.id]
         if isinstance(expression, ast.BinOp):
-            left, right = self._number(expression.left), self._number(expression.right)
+            left, right = self.number(expression.left), self.number(expression.right)
             if isinstance(expression.op, ast.Mult):
                 return left * right
             if isinstance(expression.op, ast.Add):

@@ -71,12 +71,17 @@ class Snapshot:
 
 
 def snapshot(module: nn.Module, loss: Tensor) -> Snapshot:
+    """Copies on the CPU: a card's memory is what is measured there."""
     return Snapshot(
-        loss=loss.detach().clone(),
-        gradients={name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()},
-        buffers={name: b.clone() for name, b in module.named_buffers()},
+        loss=copied(loss.detach()),
+        gradients={name: None if p.grad is None else copied(p.grad) for name, p in module.named_parameters()},
+        buffers={name: copied(b) for name, b in module.named_buffers()},
         rng_state=torch.cuda.get_rng_state() if loss.is_cuda else torch.get_rng_state(),
     )
+
+
+def copied(tensor: Tensor) -> Tensor:
+    return tensor.clone().cpu()
 
 
 def forward_backward(step: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:

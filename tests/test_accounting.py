@@ -312,6 +312,29 @@ def test_a_device_guard_is_looked_into_and_blocks_are_rounded_on_cuda() -> None:
     assert forward_peak(body) == 4 * 4096
 
 
+@pytest.mark.parametrize("cast_bytes", [0, 2])
+def test_the_last_round_of_a_split_reduction_has_a_result(cast_bytes: int) -> None:
+    """Kernels that reduce rows and columns at once leave partial sums in a workspace, of which the wrapper makes the results."""
+    cast = ".to(torch.bfloat16)" if cast_bytes else ""
+    body = f"""
+        primals_1, primals_2 = args
+        workspace_0 = empty_strided_cuda((2 * 3 * 1024, ), (1, ), torch.float32)
+        triton_per_fused_sum_0.run(primals_1, workspace_0, 24, 1024, stream=stream0)
+        buf0 = workspace_0[0 * 3 * 1024 : (0 + 1) * 3 * 1024].view(3, 1024).sum(dim=0){cast}
+        workspace_1 = workspace_0; del workspace_0  # reuse
+        buf1 = workspace_1[(1) * (3) * (1024) : (1 + 1) * (3) * (1024)].view((3), (1024)).amax(dim=0){cast}
+        del workspace_1
+        buf2 = empty_strided_cuda((16 * 1024, ), (1, ), torch.float32)
+        return (buf0, buf1, buf2, )
+    """
+    graph = graph_of({"primals_1": kib(), "primals_2": kib()})
+    results = 2 * (cast_bytes or 4) * KIB
+    assert forward_peak(body, graph, device="cuda") == 64 * KIB + results
+    with_last = body.replace("16 * 1024", "1024")
+    reduced = 4 * KIB if cast_bytes else 0  # as float32 before the cast
+    assert forward_peak(with_last, graph, device="cuda") == 24 * KIB + results + reduced
+
+
 def test_sizes_are_read_from_symbols() -> None:
     graph = graph_of({"primals_1": 8, "primals_2": kib()})
     body = """

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import subprocess
 import sys
 import textwrap
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -291,6 +293,23 @@ def test_running_a_notebook_cell_again() -> None:
         assert tensor is not None
         for _, other in found[1:]:
             assert torch.equal(tensor, other[name])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_refusal_that_was_caught_keeps_neither_model_nor_inputs(is_reset: bool) -> None:
+    """Else a second try with a larger budget would start with the first one's memory gone."""
+
+    def refused() -> list[weakref.ref[object]]:
+        module, x = make(), batch()
+        with pytest.raises(BudgetTooSmall):
+            compiled(module, budget=1)(x)
+        return [weakref.ref(module), weakref.ref(x)]
+
+    watched = refused()
+    if is_reset:
+        torch.compiler.reset()
+    gc.collect()
+    assert [gone() for gone in watched] == [None, None]
 
 
 def test_compiling_one_model_twice_with_two_budgets() -> None:
