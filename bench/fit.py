@@ -66,8 +66,9 @@ class Trainer:
     def step(self) -> Tensor:
         """Forward, loss, backward, optimizer step, gradients set to None; returns the loss without its graph."""
         with self._autocast():
-            loss = self.case.loss(self.compiled, self.inputs)
+            loss, output = self.case.loss(self.compiled, self.inputs)
         loss.backward()  # type: ignore[no-untyped-call]
+        del output
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()

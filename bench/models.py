@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Loss = Callable[[Callable[..., object], tuple[Tensor, ...]], Tensor]
+Loss = Callable[[Callable[..., object], tuple[Tensor, ...]], tuple[Tensor, object]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,8 @@ class Case:
     Attributes:
         build: seeded random weights, fp32, on the CPU; needs no network.
         inputs: (batch, device) → inputs and targets, seeded.
-        loss: (compiled or plain model, inputs) → scalar loss; what is outside of the model runs eagerly, as in a user's loop.
+        loss: (compiled or plain model, inputs) → scalar loss, and what the model returned, which a user's loop still has a name for while
+            backward runs; what is outside of the model runs eagerly, as in a user's loop.
         channels_last: convert the model and four-dimensional inputs.
     """
 
@@ -62,7 +63,7 @@ def _resnet() -> nn.Module:
 
 
 class TinyLM(nn.Module):
-    """A language model of torch's own layers that trains in milliseconds on a CPU: for ``--smoke`` only."""
+    """A language model of torch's own layers that returns its loss and trains in milliseconds on a CPU: for ``--smoke`` only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class TinyLM(nn.Module):
         for layer in self.layers:
             x = layer(x)
         logits: Tensor = self.head(x)
-        return logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def _token_inputs(vocabulary: int, num_tokens: int) -> Callable[[int, torch.device], tuple[Tensor, ...]]:
@@ -91,30 +92,30 @@ def _image_inputs(batch: int, device: torch.device) -> tuple[Tensor, ...]:
     return image.to(device), torch.randint(0, 1000, (batch,), generator=generator).to(device)
 
 
-def _labels_loss(model: Callable[..., object], inputs: tuple[Tensor, ...]) -> Tensor:
+def _labels_loss(model: Callable[..., object], inputs: tuple[Tensor, ...]) -> tuple[Tensor, object]:
     (tokens,) = inputs
-    loss = getattr(model(input_ids=tokens, labels=tokens), "loss")  # noqa: B009 - transformers is not typed here
+    output = model(input_ids=tokens, labels=tokens)
+    loss = getattr(output, "loss")  # noqa: B009 - transformers is not typed here
     assert isinstance(loss, Tensor)
-    return loss
+    return loss, output
 
 
-def _class_loss(model: Callable[..., object], inputs: tuple[Tensor, ...]) -> Tensor:
+def _class_loss(model: Callable[..., object], inputs: tuple[Tensor, ...]) -> tuple[Tensor, object]:
     image, target = inputs
     logits = model(image)
     assert isinstance(logits, Tensor)
-    return F.cross_entropy(logits, target)
+    return F.cross_entropy(logits, target), logits
 
 
-def _next_token_loss(model: Callable[..., object], inputs: tuple[Tensor, ...]) -> Tensor:
-    (tokens,) = inputs
-    logits = model(tokens)
-    assert isinstance(logits, Tensor)
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+def _own_loss(model: Callable[..., object], inputs: tuple[Tensor, ...]) -> tuple[Tensor, object]:
+    loss = model(*inputs)
+    assert isinstance(loss, Tensor)
+    return loss, loss
 
 
 CASES: dict[str, Case] = {
     "llama350m": Case(build=_llama, inputs=_token_inputs(32000, 1024), loss=_labels_loss, batch=24),
     "vitl": Case(build=_vit, inputs=_image_inputs, loss=_class_loss, batch=96),
     "resnet152": Case(build=_resnet, inputs=_image_inputs, loss=_class_loss, batch=256, channels_last=True),
-    "tiny": Case(build=TinyLM, inputs=_token_inputs(256, 64), loss=_next_token_loss, batch=16),
+    "tiny": Case(build=TinyLM, inputs=_token_inputs(256, 64), loss=_own_loss, batch=16),
 }

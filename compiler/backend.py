@@ -35,8 +35,8 @@ def dyngran(
 
 
 def _refuse(error: DyngranError) -> Callable[..., Any]:
-    log.info("refused: %s", error)
-    bare = copy.copy(error)  # Dynamo keeps what this returns for ever, and an error that was raised keeps the frames it came through
+    bare = copy.copy(error)  # an error that was raised keeps the frames it came through; Dynamo and log handlers may keep it for ever
+    log.info("refused: %s", bare)
 
     def refuse(*_: Any) -> NoReturn:
         raise copy.copy(bare)

@@ -271,9 +271,10 @@ class PlannedGraph:
 
     def _refusal(self) -> BudgetTooSmall:
         assert self.plan is not None and self.budget_bytes is not None and self.strategy is not None
+        besides = self._held_bytes + self._reserve_bytes + self.strategy.margin_bytes + self.strategy.refusal_room_bytes
         return BudgetTooSmall(
             budget_bytes=self.budget_bytes,
-            least_peak_bytes=self.strategy.least_need_bytes() + self._held_bytes + self._reserve_bytes + self.strategy.margin_bytes,
+            least_peak_bytes=self.strategy.least_need_bytes() + besides,
             pinned=self.strategy.pinned_at_peak(self.plan.saved),
             hint=f"Code of {MAX_COMPILES} plans was generated and each needs more. Raise the budget or lower the batch size.",
         )

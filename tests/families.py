@@ -467,7 +467,7 @@ FAMILIES: dict[str, Family] = {
     "shared_layers": Family(make=_albert, random=True),
 }
 
-CUDA_SCALE = 32  # times the batch: on a card, blocks of the caching allocator and library workspaces would drown peaks of 5-20 MiB
+CUDA_SCALE = 128  # times the batch: the caching allocator hands out blocks up to 1 MiB too large, which would drown peaks of 5-20 MiB
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 

@@ -11,6 +11,7 @@ without dropout run there too (its random numbers depend on the dtype, so float6
 from __future__ import annotations
 
 import copy
+import gc
 import statistics
 import warnings
 from collections.abc import Callable
@@ -98,6 +99,7 @@ def measure(step: Callable[..., Tensor], module: nn.Module, inputs: tuple[Tensor
 def within(name: str, device: str, budget_bytes: int) -> Row:
     """Train under a budget. A refusal must be honest: the least peak that it names has to train."""
     torch._dynamo.reset()
+    gc.collect()
     module, inputs = family_on(name, device, shallow=True)
     step = torch.compile(module, backend="dyngran", options={"budget": budget_bytes, "keep_below": 0, "fallback_random": True})
     with repeatable(device):
@@ -139,7 +141,8 @@ def row_of(name: str, device: str, budget: Budget) -> Row:
     try:
         return within(name, device, budget_bytes)
     except BudgetTooSmall as refusal:
-        return within(name, device, refusal.least_peak_bytes)
+        budget_bytes = refusal.least_peak_bytes
+    return within(name, device, budget_bytes)  # here the refused model is gone: on a card it would count as held
 
 
 def table(name: str, device: str, budget: Budget) -> str:
@@ -172,7 +175,7 @@ def test_stock_inductor_draws_the_same_masks(name: str, device: str) -> None:
     for exact, stock in zip(result.exact, result.stock.gradients, strict=True):
         total = sum(t.norm() ** 2 for t in exact.values()) ** 0.5
         error = sum((stock[key] - t).norm() ** 2 for key, t in exact.items()) ** 0.5
-        assert error <= 1000 * FAMILIES[name].eps * total
+        assert error <= (1000 if device == "cpu" else 10_000) * FAMILIES[name].eps * total  # sums are 128 times as long on a card
 
 
 @budgets

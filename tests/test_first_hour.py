@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import subprocess
 import sys
 import textwrap
@@ -296,8 +297,9 @@ def test_running_a_notebook_cell_again() -> None:
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
-def test_a_refusal_that_was_caught_keeps_neither_model_nor_inputs(is_reset: bool) -> None:
-    """Else a second try with a larger budget would start with the first one's memory gone."""
+def test_a_refusal_that_was_caught_keeps_neither_model_nor_inputs(is_reset: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Else a second try with a larger budget would start with the first one's memory gone. Handlers that keep records change nothing."""
+    caplog.set_level(logging.INFO, logger="dyngran")
 
     def refused() -> list[weakref.ref[object]]:
         module, x = make(), batch()
@@ -309,6 +311,7 @@ def test_a_refusal_that_was_caught_keeps_neither_model_nor_inputs(is_reset: bool
     if is_reset:
         torch.compiler.reset()
     gc.collect()
+    assert any("refused" in record.getMessage() for record in caplog.records)
     assert [gone() for gone in watched] == [None, None]
 
 

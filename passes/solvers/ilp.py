@@ -31,6 +31,11 @@ from dyngran.passes.problem import Kind, Problem, Side
 from dyngran.passes.regions import even_boundaries, find_crossings, find_separators, region_numbers
 from dyngran.passes.simulate import Simulator
 
+# PuLP keeps the error of each solver that it misses, and with it the frames that imported it: the user's first, and the model in them.
+for _api in vars(pulp.apis).values():
+    if isinstance(_missing := getattr(_api, "err", None), BaseException):
+        _missing.__traceback__ = None
+
 MAX_SLOTS = 300  # slots per side: neighbouring ops share one beyond that
 MAX_ROUNDS = 5
 MISSED_BY_FAR = 0.05  # of the transient budget: then chains cross regions and the contained program is the better one
