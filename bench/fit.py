@@ -44,9 +44,11 @@ Row = dict[str, object]
 class Trainer:
     """One configuration: model, optimizer, compiled function and its step."""
 
-    def __init__(self, case: Case, *, batch: int, device: torch.device, backend: str, options: Mapping[str, object]) -> None:
+    def __init__(
+        self, case: Case, *, batch: int, device: torch.device, backend: str, options: Mapping[str, object], drops_outputs: bool
+    ) -> None:
         torch.manual_seed(0)
-        self.case, self.device = case, device
+        self.case, self.device, self.drops_outputs = case, device, drops_outputs
         model = case.build().to(device).train()
         self.inputs = case.inputs(batch, device)
         if case.channels_last:
@@ -67,6 +69,8 @@ class Trainer:
         """Forward, loss, backward, optimizer step, gradients set to None; returns the loss without its graph."""
         with self._autocast():
             loss, output = self.case.loss(self.compiled, self.inputs)
+        if self.drops_outputs:
+            output = None
         loss.backward()  # type: ignore[no-untyped-call]
         del output
         self.optimizer.step()
@@ -123,6 +127,7 @@ def one(args: argparse.Namespace) -> int:
         "config": args.config,
         "batch": batch,
         "budget_bytes": args.budget_bytes,
+        "outputs": "dropped" if args.drop_outputs else "held",
         "stage": "compiled",
         "status": "ok",
         "card": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -130,10 +135,13 @@ def one(args: argparse.Namespace) -> int:
         "commit": commit(),
         "command": args.command,
     }
-    options: Row = {} if args.config == "stock" else {"budget": args.budget_bytes, **({"codegen": "eager"} if args.smoke else {})}
+    options: Row = {}
+    if args.config != "stock":
+        options = {"budget": args.budget_bytes, "outputs": row["outputs"], **({"codegen": "eager"} if args.smoke else {})}
     backend = "dyngran" if args.config != "stock" else ("aot_eager" if args.smoke else "inductor")
     try:
-        return run_one(args, row, Trainer(case, batch=batch, device=device, backend=backend, options=options))
+        drops = bool(args.drop_outputs)
+        return run_one(args, row, Trainer(case, batch=batch, device=device, backend=backend, options=options, drops_outputs=drops))
     except (RuntimeError, ValueError, DyngranError) as error:  # out of memory, a budget that is refused: a result, written down as such
         least_bytes = getattr(error, "least_peak_bytes", None)
         emit({**row, "status": type(error).__name__, "error": str(error)[:600], "least_peak_bytes": least_bytes})
@@ -198,7 +206,7 @@ class Worker:
         command = [sys.executable, str(Path(__file__)), "--one", "--models", model, "--config", config, "--steps", str(args.steps)]
         command += ["--batch-factor", str(batch_factor), "--command", args.command]
         command += [] if budget_bytes is None else ["--budget-bytes", str(budget_bytes)]
-        command += ["--smoke"] if args.smoke else []
+        command += [flag for flag, is_set in (("--smoke", args.smoke), ("--drop-outputs", args.drop_outputs)) if is_set]
         self.name = f"{model} {config}"
         self._args = args
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -320,6 +328,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10, help="timed steps of a round")
     parser.add_argument("--rounds", type=int, default=2, help="times that the timing goes round all configurations of a model")
     parser.add_argument("--out", default=str(Path(os.environ.get("OUT", ".")) / "fit.jsonl"))
+    parser.add_argument("--drop-outputs", action="store_true", help="a loop that drops what the model returns before backward, and says so")
     parser.add_argument("--smoke", action="store_true", help="the tiny model on the CPU, eager code generation")
     parser.add_argument("--one", action="store_true", help="run a single configuration in this process")
     parser.add_argument("--now", action="store_true", help="with --one: time at once instead of waiting for a line on stdin")

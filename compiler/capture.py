@@ -59,10 +59,12 @@ def capture(
     bytes_per_us: float,
     launch_us: float,
     keep_below_bytes: int | None = None,
+    holds_outputs: bool = True,
 ) -> Captured:
     """Build the problem of a prepared joint graph.
 
     ``price`` gives each op its cost; ``keep_below_bytes`` None scales with the graph (a 4096th of the largest value, at most 64 KiB).
+    ``holds_outputs``: the caller holds what forward returns until backward ends; else until backward begins.
     Sizes that depend on data are planned at their upper bound, or at a guess: ``Captured.guesses`` says which.
     """
     graph = joint.module.graph
@@ -74,7 +76,10 @@ def capture(
     _use_measured_sizes(storages, costs)
     ops, states = _ops(storages, node_info, costs, device)
     if epilogue:
-        ops.append(_write_back(len(ops), epilogue))
+        ops.append(_at_the_end(len(ops), "write back mutated inputs", "copy_", epilogue, pinned="mutates an input"))
+    if not holds_outputs and forward_outputs:
+        ops.append(_at_the_end(len(ops), "return outputs", "output", tuple(sorted(forward_outputs)), pinned="ends forward"))
+        forward_outputs = frozenset()
     values = _values(joint, storages, ops, forward_outputs, gradients, states)
     if keep_below_bytes is None:
         keep_below_bytes = min(2**16, max((value.size_bytes for value in values if not value.kind.is_static), default=0) // 4096)
@@ -179,18 +184,18 @@ def _ops(storages: Storages, node_info: object, costs: Sequence[Measurement], de
     return ops, states
 
 
-def _write_back(index: int, values: tuple[int, ...]) -> Op:
-    """The runtime copies new values into mutated inputs at the end of forward; until then they live."""
+def _at_the_end(index: int, name: str, target: str, values: tuple[int, ...], *, pinned: str) -> Op:
+    """What the runtime does with values at the end of forward (mutated inputs are written back, outputs returned): until then they live."""
     return Op(
         index=index,
-        name="write back mutated inputs",
-        target="copy_",
+        name=name,
+        target=target,
         side=Side.FORWARD,
         reads=values,
         writes=(),
         cost_us=0.0,
         cost_source="free",
-        pinned="mutates an input",
+        pinned=pinned,
     )
 
 

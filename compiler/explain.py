@@ -82,7 +82,7 @@ def _report(graph: PlannedGraph) -> Report:
         plan=graph.plan,
         simulator=graph.strategy.simulator,
         observation=graph.observer.observation,
-        notes=tuple(graph.notes),
+        notes=(*graph.notes, *graph.remarks()),
         device=_device_name(graph.device),
         torch_version=str(torch.__version__),
         codegen=graph.options.codegen.value,

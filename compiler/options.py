@@ -15,10 +15,21 @@ from dyngran.compiler.budget import Budget, parse_bytes
 from dyngran.passes.errors import InvalidOption
 from dyngran.passes.solvers.portfolio import SOLVERS
 
-__all__ = ["BUDGET_VARIABLE", "MODES", "OPTION_NAMES", "Budget", "Codegen", "Options", "current_defaults", "parse_options", "set_defaults"]
+__all__ = [
+    "BUDGET_VARIABLE",
+    "MODES",
+    "OPTION_NAMES",
+    "Budget",
+    "Codegen",
+    "Options",
+    "Outputs",
+    "current_defaults",
+    "parse_options",
+    "set_defaults",
+]
 
 BUDGET_VARIABLE = "DYNGRAN_BUDGET"
-OPTION_NAMES = ("budget", "codegen", "device_profile", "guard", "keep_below", "mode", "plan", "solver", "storage")
+OPTION_NAMES = ("budget", "codegen", "device_profile", "guard", "keep_below", "mode", "outputs", "plan", "solver", "storage")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch.compile's
 OURS_IN_INDUCTOR = "custom_partitioner_fn"  # the door through which dyngran's own plan enters
 
@@ -28,6 +39,13 @@ class Codegen(Enum):
 
     INDUCTOR = "inductor"
     EAGER = "eager"  # runs the graphs op by op as they stand: order kept, memory exact
+
+
+class Outputs(Enum):
+    """What becomes of the tensors that a compiled module returns, by the time that backward begins."""
+
+    HELD = "held"  # the loop has a name for them, as in ``output = model(...); output.loss.backward()``
+    DROPPED = "dropped"  # nobody has, as in ``model(...).loss.backward()``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +59,7 @@ class Options:
         plan: file to take the plan from instead of solving; not opened here.
         guard: watch memory and time while training runs.
         device_profile: name of the device to plan for; None is the one the model is on.
+        outputs: whether the loop holds what the module returns while backward runs.
         keep_below: bytes; values at most this large are always kept; None scales with the graph.
         mode: mode of torch.compile, passed on to Inductor. inductor: further Inductor options by name.
     """
@@ -53,6 +72,7 @@ class Options:
     guard: bool = True
     device_profile: str | None = None
     keep_below: int | None = None
+    outputs: Outputs = Outputs.HELD
     mode: str | None = None
     inductor: Mapping[str, object] = field(default_factory=dict)
 
@@ -129,6 +149,7 @@ def _read(options: Mapping[str, object], *, sources: Mapping[str, str]) -> Optio
         guard=_guard(options.get("guard", True)),
         device_profile=_device_profile(options.get("device_profile")),
         keep_below=_keep_below(options.get("keep_below")),
+        outputs=Outputs(_choice("outputs", options.get("outputs", Outputs.HELD), [outputs.value for outputs in Outputs])),
         mode=None if mode is None else _choice("mode", mode, MODES),
         inductor=inductor,
     )

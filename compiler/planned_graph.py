@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import fx
 from dyngran.compiler import torch_private
 from dyngran.compiler.accounting import WrapperAccount, wrapper_peak
 from dyngran.compiler.chain import StepChain
-from dyngran.compiler.options import Codegen, Options
+from dyngran.compiler.options import Codegen, Options, Outputs
 from dyngran.compiler.partition import partition
 from dyngran.compiler.progress import Heartbeat
 from dyngran.compiler.static_memory import StaticMemory, input_kinds, measure_static, resolve_budget
@@ -26,6 +26,7 @@ from dyngran.passes.problem import Kind
 from dyngran.passes.signature import planned_sizes
 from dyngran.runtime.observe import StepObserver
 from dyngran.runtime.optimizer_state import num_optimizers_seen
+from dyngran.runtime.returned import ReturnedOutputs
 
 log = logging.getLogger("dyngran")
 
@@ -39,6 +40,7 @@ REPEAT_NOTE = (
     "this graph runs several times before its backward (a graph break in a loop, or several forwards per step): it is planned to save "
     "least, and the budget is checked for one run of it, not for all. Compile the whole step as one graph to have it kept."
 )
+REMARKED_SHARE = 0.01  # of the predicted transient: outputs that are not held as planned, and larger than that, are worth a remark
 WATCHED_CALLS = 6  # calls in which what is held is measured again: optimizer state and gradients appear during the first steps
 
 
@@ -73,6 +75,7 @@ class PlannedGraph:
         self.device = torch.device("cpu")
         self.budget_bytes: int | None = None
         self.observer = StepObserver()
+        self._returned = ReturnedOutputs()
         self._module = torch_private.keep_copy(module)
         self._fake_inputs = torch_private.fake_inputs(module)
         self._symbols = torch_private.size_symbols(self._fake_inputs)
@@ -115,7 +118,9 @@ class PlannedGraph:
         run = self._rungs.get(situation)
         if run is None:
             run = self._rung_for(situation, args)
-        return run(*args)
+        outputs = run(*args)
+        self._returned.watch(outputs)
+        return outputs
 
     def _follow(self, args: Sequence[Any]) -> None:
         trainable = [] if self._probe is None else [args[self._probe]]
@@ -136,6 +141,13 @@ class PlannedGraph:
             log.warning(REPEAT_NOTE)
             self._rungs.clear()
             return
+        if self.options.outputs is Outputs.DROPPED and self.plan.peak_bytes + self._returned.held_bytes > self.budget_bytes:
+            self.options = replace(self.options, outputs=Outputs.HELD)
+            self._plan_again(
+                f"{format_bytes(self._returned.held_bytes)} of what the model returned is held when backward begins, although "
+                "options say outputs='dropped': they are planned as held from now on"
+            )
+            return
         held = measure_static(args, self.device).total_bytes + self.chain.bytes_before(self)
         overshoot = self.observer.overshoot_bytes(self.budget_bytes)
         if self.plan.peak_bytes + held - self._held_bytes <= self.budget_bytes and overshoot <= 0:
@@ -145,9 +157,30 @@ class PlannedGraph:
             reason = f"the step peaked {format_bytes(overshoot)} above the budget"
             self.strategy.margin_bytes += overshoot
             self.observer.forget()
+        self._plan_again(reason)
+
+    def _plan_again(self, reason: str) -> None:
         log.warning("planning again: %s", reason)
         self.notes.append(f"planned again: {reason}")
         self._rungs.clear()
+
+    def remarks(self) -> list[str]:
+        """Sentences for `explain` about what was seen while training ran."""
+        if self.plan is None:
+            return []
+        worth_saying = REMARKED_SHARE * (self.plan.peak_bytes - self.plan.static_bytes)
+        held_bytes, dropped_bytes = self._returned.held_bytes, self._returned.dropped_bytes
+        if self.options.outputs is Outputs.DROPPED and held_bytes > worth_saying:
+            return [
+                f"{format_bytes(held_bytes)} of what the model returned was held when backward began, although options say "
+                "outputs='dropped': the peak may be higher than predicted by that much"
+            ]
+        if self.options.outputs is Outputs.HELD and dropped_bytes > worth_saying:
+            return [
+                f"{format_bytes(dropped_bytes)} that the model returns is gone when backward begins, and planned as held until backward "
+                "ends: options={'outputs': 'dropped'} gives that memory to the plan"
+            ]
+        return []
 
     def _rung_for(self, situation: Situation, args: Sequence[Any]) -> Callable[..., Any]:
         """The callable for a situation not met before: one whose plan covers it, else one planned and compiled now."""
@@ -171,6 +204,8 @@ class PlannedGraph:
             if is_backward and self._num_open > 1:
                 self._steps_repeated.add(self.observer.num_steps)
             self._num_open = max(0, self._num_open - 1) if is_backward else self._num_open + 1
+            if is_backward:
+                self._returned.begin_backward()
             return observed(args)
 
         counted._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's mark of this calling convention

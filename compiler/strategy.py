@@ -13,7 +13,7 @@ from torch import fx
 from dyngran.compiler import torch_private
 from dyngran.compiler.accounting import Measure
 from dyngran.compiler.capture import Captured, JointGraph, capture
-from dyngran.compiler.options import Codegen, Options
+from dyngran.compiler.options import Codegen, Options, Outputs
 from dyngran.compiler.planfile import load_plan
 from dyngran.compiler.prepare import prepare
 from dyngran.compiler.pricing import device_spec, price_nodes, workspace_meter
@@ -37,6 +37,7 @@ LIBRARY_BYTES = (
     40 * 2**20
 )  # workspaces that cuBLASLt and cuDNN keep from their first step on: 39 MiB more than predicted on a ViT-L, 0 on a Llama
 REFUSAL_ROOM_BYTES = 2 * 2**20  # on CUDA, for a second try: cuBLASLt keeps 1 MiB from the first recomputed product on
+NAMED_SHARE = 0.01  # of the least peak: outputs from that size on are named in a refusal
 LOSS_BYTES = 64  # the loss and the gradient it starts from are eager scalars
 MAX_DOUBTS = 2  # further plans whose code is generated before a refusal, where their simulations promise DOUBTED_SHARE less than is known
 DOUBTED_SHARE = 0.05
@@ -108,6 +109,7 @@ class Strategy:
             bytes_per_us=spec.bytes_per_us,
             launch_us=spec.launch_us,
             keep_below_bytes=options.keep_below,
+            holds_outputs=options.outputs is Outputs.HELD,
         )
         mark = fingerprint(captured.problem)
         if earlier is not None and earlier.fingerprint == mark:
@@ -154,7 +156,7 @@ class Strategy:
                 budget_bytes=budget_bytes or 0,
                 least_peak_bytes=error.least_peak_bytes + extra + self.refusal_room_bytes,
                 pinned=error.pinned,
-                hint=error.hint,
+                hint=error.hint + self._hint_of_outputs(error.least_peak_bytes),
             ) from None
         return replace(plan, budget_bytes=budget_bytes, peak_bytes=self._peak_of(plan.saved) + extra, static_bytes=held_bytes)
 
@@ -289,6 +291,16 @@ class Strategy:
         is_miss = plan.budget_bytes is not None and peak_bytes > plan.budget_bytes and plan.solver != "probe"
         self.num_misses = self.num_misses + 1 if is_miss else 0
         return replace(plan, peak_bytes=peak_bytes)
+
+    def _hint_of_outputs(self, least_peak_bytes: int) -> str:
+        """What a loop that drops the model's outputs can do, where they are planned as held and matter."""
+        outputs_bytes = sum(self.problem.values[value].size_bytes for value in self.problem.forward_outputs)
+        if outputs_bytes < NAMED_SHARE * least_peak_bytes:
+            return ""
+        return (
+            f" If your loop does not hold what the model returns ({format_bytes(outputs_bytes)}) while backward runs, "
+            "options={'outputs': 'dropped'} needs less."
+        )
 
     @property
     def refusal_room_bytes(self) -> int:

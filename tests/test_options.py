@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dyngran.compiler.budget import MAX_BYTES, UNIT_BYTES, VALID_FORMS, BudgetForm, parse_bytes
-from dyngran.compiler.options import MODES, OPTION_NAMES, Budget, Codegen, Options, current_defaults, parse_options, set_defaults
+from dyngran.compiler.options import MODES, OPTION_NAMES, Budget, Codegen, Options, Outputs, current_defaults, parse_options, set_defaults
 from dyngran.passes.errors import DyngranError, InvalidBudget, InvalidOption
 from dyngran.passes.solvers.portfolio import SOLVERS
 
@@ -114,6 +114,7 @@ def test_every_option() -> None:
         "guard": False,
         "device_profile": "H100",
         "keep_below": "64KiB",
+        "outputs": "dropped",
         "mode": "reduce-overhead",
         "max-autotune": True,
         "triton.cudagraphs": False,
@@ -128,6 +129,7 @@ def test_every_option() -> None:
         guard=False,
         device_profile="H100",
         keep_below=64 * 1024,
+        outputs=Outputs.DROPPED,
         mode="reduce-overhead",
         inductor={"max_autotune": True, "triton.cudagraphs": False},
     )
