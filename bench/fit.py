@@ -285,7 +285,10 @@ def compiled(args: argparse.Namespace, model: str, waiting: list[Worker]) -> Non
         return
     static, peak = found
     todo: list[tuple[str, int | None, float]] = [] if waiting else [("stock", None, 1.0)]
-    todo += [] if args.skip_free else [("free", None, 1.0)]
+    if not args.skip_free:  # alone: what it measures of operators is what the others plan with
+        free = Worker(args, model, "free", budget_bytes=None, batch_factor=1.0)
+        waiting.append(free)
+        free.row()
     todo += [(f"f{share:.2f}", static + int(share * (peak - static)), 1.0) for share in args.budgets]
     todo += [(f"x{factor:g}", peak, factor) for factor in args.batches]
     while todo:
