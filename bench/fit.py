@@ -212,10 +212,12 @@ class Worker:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def row(self) -> Row | None:
-        """Wait for the next row and append it to ``--out``; None if the process has ended."""
+        """Wait for the next row and append it to ``--out``; None if a round is over or the process has ended before there is one."""
         output = self._process.stdout
         assert output is not None
         for line in output:
+            if line.startswith(ROUND):
+                return None
             if line.startswith(ROW):
                 row: Row = json.loads(line[len(ROW) :])
                 with Path(self._args.out).open("a") as file:
@@ -225,10 +227,9 @@ class Worker:
         return None
 
     def time(self) -> None:
-        """One round of steps, alone; returns when it is over."""
+        """One round of steps, alone; returns when it is over. If it fails, its row says so."""
         self._tell(TIME)
-        if self._process.stdout is not None and self._process.poll() is None:
-            next((line for line in self._process.stdout if line.startswith(ROUND)), None)
+        self.row()
 
     def finish(self) -> Row | None:
         """Its last row, from the times of all rounds; None if it ended before."""
@@ -268,7 +269,8 @@ def stock_peak(args: argparse.Namespace, model: str, waiting: list[Worker]) -> t
     found: Row | None = None
     if args.reference:
         rows: list[Row] = [json.loads(line) for line in Path(args.reference).read_text().splitlines()]
-        found = next((row for row in rows if (row["model"], row["config"], row["status"]) == (model, "stock", "ok")), None)
+        wanted = {"model": model, "config": "stock", "status": "ok", "batch": CASES[model].batch}
+        found = next((row for row in rows if wanted.items() <= row.items()), None)
     if found is None:
         worker = Worker(args, model, "stock", budget_bytes=None, batch_factor=1.0)
         waiting.append(worker)

@@ -27,6 +27,7 @@ from dyngran.compiler.wrapper_code import (
     call_body,
     dtype_of,
     flatten,
+    method_chain,
     op_name,
     result_of,
     takes,
@@ -257,22 +258,16 @@ class _Replay:
         return (), 0
 
     def _last_round(self, call: ast.Call) -> list[int] | None:
-        """Bytes of each result of ``workspace[a:b].view(rows, columns).sum(dim=0).to(dtype)``, the last step of a reduction that a kernel
-        split over its programs (the cast only where it is needed); None for another call."""
-        dtypes: list[torch.dtype] = []
-        if (
-            isinstance(call.func, ast.Attribute)
-            and call.func.attr == "to"
-            and len(call.args) == 1
-            and isinstance(call.func.value, ast.Call)
-        ):
-            dtypes, call = [dtype_of(call.args[0])], call.func.value
-        if not isinstance(call.func, ast.Attribute) or call.func.attr not in _REDUCTIONS or not isinstance(call.func.value, ast.Call):
+        """Bytes of each result of ``workspace[a:b].view(rows, columns).sum(dim=0).view(shape).to(dtype)``, the last step of a reduction
+        that a kernel split over its programs (the second view since torch 2.13, the cast where it is needed); None for another call."""
+        owner, chain = method_chain(call)
+        names = [name for name, _ in chain]
+        if not isinstance(owner, ast.Subscript) or len(names) < 2 or names[0] != "view" or names[1] not in _REDUCTIONS:
             return None
-        view = call.func.value
-        if not isinstance(view.func, ast.Attribute) or view.func.attr != "view" or not isinstance(view.func.value, ast.Subscript):
+        if names[2:] not in ([], ["view"], ["to"], ["view", "to"]):
             return None
-        workspace = self._layouts.of(view.func.value.value)
+        view, dtypes = chain[0][1], [dtype_of(last.args[0]) for name, last in chain if name == "to"]
+        workspace = self._layouts.of(owner.value)
         if workspace is None or len(view.args) != 2:
             return None
         columns = self._layouts.number(view.args[1])

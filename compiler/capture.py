@@ -71,15 +71,15 @@ def capture(
     device = planned_device(graph)
     storages = find_storages(graph, device)
     node_info = torch_private.classify(joint.module, joint.static_input_indices, joint.num_fwd_outputs)
-    forward_outputs, gradients, epilogue = _outputs(joint, storages)
+    returned, gradients, epilogue = _outputs(joint, storages)
+    forward_outputs = frozenset(returned if holds_outputs else ())
     costs = price(storages.ops, device)
     _use_measured_sizes(storages, costs)
     ops, states = _ops(storages, node_info, costs, device)
     if epilogue:
         ops.append(_at_the_end(len(ops), "write back mutated inputs", "copy_", epilogue, pinned="mutates an input"))
-    if not holds_outputs and forward_outputs:
-        ops.append(_at_the_end(len(ops), "return outputs", "output", tuple(sorted(forward_outputs)), pinned="ends forward"))
-        forward_outputs = frozenset()
+    if not holds_outputs and returned:
+        ops.append(_at_the_end(len(ops), "return outputs", "output", returned, pinned="ends forward"))
     values = _values(joint, storages, ops, forward_outputs, gradients, states)
     if keep_below_bytes is None:
         keep_below_bytes = min(2**16, max((value.size_bytes for value in values if not value.kind.is_static), default=0) // 4096)
@@ -134,8 +134,8 @@ def _use_measured_sizes(storages: Storages, costs: Sequence[Measurement]) -> Non
                 storages.storages[member].size_bytes = size_bytes
 
 
-def _outputs(joint: JointGraph, storages: Storages) -> tuple[frozenset[int], frozenset[int], tuple[int, ...]]:
-    """(values the caller holds after forward, gradients, values written back into inputs at the end of forward)."""
+def _outputs(joint: JointGraph, storages: Storages) -> tuple[tuple[int, ...], frozenset[int], tuple[int, ...]]:
+    """(values the caller is given by forward, gradients, values written back into inputs at the end of forward)."""
     forward, backward, descriptors = torch_private.split_outputs(joint.module, joint.num_fwd_outputs)
     mutated = set(map(id, torch_private.mutated_input_descriptors(descriptors)))
 
@@ -145,7 +145,7 @@ def _outputs(joint: JointGraph, storages: Storages) -> tuple[frozenset[int], fro
 
     written_back = [n for n, d in zip(forward, descriptors, strict=True) if id(getattr(d, "mutated_input", None)) in mutated]
     held = [n for n, d in zip(forward, descriptors, strict=True) if id(getattr(d, "mutated_input", None)) not in mutated]
-    return frozenset(planned(held)), frozenset(planned(backward)), tuple(dict.fromkeys(planned(written_back)))
+    return tuple(dict.fromkeys(planned(held))), frozenset(planned(backward)), tuple(dict.fromkeys(planned(written_back)))
 
 
 def _ops(storages: Storages, node_info: object, costs: Sequence[Measurement], device: torch.device) -> tuple[list[Op], list[Value]]:

@@ -19,7 +19,7 @@ from dyngran.compiler.partition import partition
 from dyngran.compiler.progress import Heartbeat
 from dyngran.compiler.static_memory import StaticMemory, input_kinds, measure_static, resolve_budget
 from dyngran.compiler.store import options_key
-from dyngran.compiler.strategy import Strategy
+from dyngran.compiler.strategy import LOSS_BYTES, Strategy
 from dyngran.passes.errors import BudgetTooSmall, DyngranError, ToolMissing, format_bytes
 from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Kind
@@ -111,6 +111,7 @@ class PlannedGraph:
             self._follow(args)  # the same code serves another instance of the model
         if self._optimizers_seen != num_optimizers_seen():
             self._optimizers_seen, self._num_calls = num_optimizers_seen(), 0
+        self._check_outputs()
         if self._num_calls < WATCHED_CALLS:
             self._num_calls += 1
             self._look(args)
@@ -119,7 +120,7 @@ class PlannedGraph:
         if run is None:
             run = self._rung_for(situation, args)
         outputs = run(*args)
-        self._returned.watch(outputs)
+        self._returned.watch(outputs, args)
         return outputs
 
     def _follow(self, args: Sequence[Any]) -> None:
@@ -141,13 +142,6 @@ class PlannedGraph:
             log.warning(REPEAT_NOTE)
             self._rungs.clear()
             return
-        if self.options.outputs is Outputs.DROPPED and self.plan.peak_bytes + self._returned.held_bytes > self.budget_bytes:
-            self.options = replace(self.options, outputs=Outputs.HELD)
-            self._plan_again(
-                f"{format_bytes(self._returned.held_bytes)} of what the model returned is held when backward begins, although "
-                "options say outputs='dropped': they are planned as held from now on"
-            )
-            return
         held = measure_static(args, self.device).total_bytes + self.chain.bytes_before(self)
         overshoot = self.observer.overshoot_bytes(self.budget_bytes)
         if self.plan.peak_bytes + held - self._held_bytes <= self.budget_bytes and overshoot <= 0:
@@ -158,6 +152,20 @@ class PlannedGraph:
             self.strategy.margin_bytes += overshoot
             self.observer.forget()
         self._plan_again(reason)
+
+    def _check_outputs(self) -> None:
+        """Outputs that were planned as dropped, but are held, and may lead past the budget: plan them as held."""
+        held_bytes = self._returned.held_bytes
+        if self.options.outputs is Outputs.HELD or self.plan is None or self.budget_bytes is None or not self.options.guard:
+            return
+        if held_bytes <= LOSS_BYTES or self.plan.peak_bytes + held_bytes <= self.budget_bytes or self.options.plan is not None:
+            return
+        self.options = replace(self.options, outputs=Outputs.HELD)
+        self.observer.forget()
+        self._plan_again(
+            f"{format_bytes(held_bytes)} of what the model returned was held while backward ran, although options say outputs='dropped': "
+            "it is planned as held from now on"
+        )
 
     def _plan_again(self, reason: str) -> None:
         log.warning("planning again: %s", reason)
@@ -172,12 +180,12 @@ class PlannedGraph:
         held_bytes, dropped_bytes = self._returned.held_bytes, self._returned.dropped_bytes
         if self.options.outputs is Outputs.DROPPED and held_bytes > worth_saying:
             return [
-                f"{format_bytes(held_bytes)} of what the model returned was held when backward began, although options say "
+                f"{format_bytes(held_bytes)} of what the model returned was held while backward ran, although options say "
                 "outputs='dropped': the peak may be higher than predicted by that much"
             ]
         if self.options.outputs is Outputs.HELD and dropped_bytes > worth_saying:
             return [
-                f"{format_bytes(dropped_bytes)} that the model returns is gone when backward begins, and planned as held until backward "
+                f"{format_bytes(dropped_bytes)} that the model returns is dropped before backward, and planned as held until backward "
                 "ends: options={'outputs': 'dropped'} gives that memory to the plan"
             ]
         return []
@@ -204,9 +212,10 @@ class PlannedGraph:
             if is_backward and self._num_open > 1:
                 self._steps_repeated.add(self.observer.num_steps)
             self._num_open = max(0, self._num_open - 1) if is_backward else self._num_open + 1
+            results = observed(args)
             if is_backward:
-                self._returned.begin_backward()
-            return observed(args)
+                self._returned.end_backward()
+            return results
 
         counted._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's mark of this calling convention
         return counted
@@ -306,12 +315,13 @@ class PlannedGraph:
 
     def _refusal(self) -> BudgetTooSmall:
         assert self.plan is not None and self.budget_bytes is not None and self.strategy is not None
+        least_bytes, hint = self.strategy.least_need_bytes(), f"Code of {MAX_COMPILES} plans was generated and each needs more."
         besides = self._held_bytes + self._reserve_bytes + self.strategy.margin_bytes + self.strategy.refusal_room_bytes
         return BudgetTooSmall(
             budget_bytes=self.budget_bytes,
-            least_peak_bytes=self.strategy.least_need_bytes() + besides,
+            least_peak_bytes=least_bytes + besides,
             pinned=self.strategy.pinned_at_peak(self.plan.saved),
-            hint=f"Code of {MAX_COMPILES} plans was generated and each needs more. Raise the budget or lower the batch size.",
+            hint=f"{hint} Raise the budget or lower the batch size.{self.strategy.hint_of_outputs(least_bytes)}",
         )
 
     def static_of(self, kinds: tuple[Kind, ...]) -> int:

@@ -156,7 +156,7 @@ class Strategy:
                 budget_bytes=budget_bytes or 0,
                 least_peak_bytes=error.least_peak_bytes + extra + self.refusal_room_bytes,
                 pinned=error.pinned,
-                hint=error.hint + self._hint_of_outputs(error.least_peak_bytes),
+                hint=error.hint + self.hint_of_outputs(error.least_peak_bytes),
             ) from None
         return replace(plan, budget_bytes=budget_bytes, peak_bytes=self._peak_of(plan.saved) + extra, static_bytes=held_bytes)
 
@@ -262,7 +262,7 @@ class Strategy:
         if document.fingerprint != self.fingerprint:
             raise PlanMismatch(
                 f"{self.options.plan} was made for another graph (fingerprint {document.fingerprint[:12]}, this one is "
-                f"{self.fingerprint[:12]}). Make the plan again, or remove the option."
+                f"{self.fingerprint[:12]}), or under another value of the option outputs. Make the plan again, or remove the option."
             )
         sizes = {value.index: value.size_bytes for value in self.problem.values}
         for decision in document.plan.decisions:
@@ -292,14 +292,14 @@ class Strategy:
         self.num_misses = self.num_misses + 1 if is_miss else 0
         return replace(plan, peak_bytes=peak_bytes)
 
-    def _hint_of_outputs(self, least_peak_bytes: int) -> str:
+    def hint_of_outputs(self, least_peak_bytes: int) -> str:
         """What a loop that drops the model's outputs can do, where they are planned as held and matter."""
         outputs_bytes = sum(self.problem.values[value].size_bytes for value in self.problem.forward_outputs)
-        if outputs_bytes < NAMED_SHARE * least_peak_bytes:
+        if outputs_bytes < NAMED_SHARE * least_peak_bytes or self.options.plan is not None:
             return ""
         return (
             f" If your loop does not hold what the model returns ({format_bytes(outputs_bytes)}) while backward runs, "
-            "options={'outputs': 'dropped'} needs less."
+            "options={'outputs': 'dropped'} may need less."
         )
 
     @property

@@ -35,6 +35,15 @@ def flatten(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield statement
 
 
+def method_chain(call: ast.expr) -> tuple[ast.expr, list[tuple[str, ast.Call]]]:
+    """(``x``, calls of ``f`` and ``g`` by name) of ``x.f(...).g(...)``."""
+    chain: list[tuple[str, ast.Call]] = []
+    while isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+        chain.insert(0, (call.func.attr, call))
+        call = call.func.value
+    return call, chain
+
+
 def dtype_of(expression: ast.expr) -> torch.dtype:
     dtype = getattr(torch, ast.unparse(expression).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):

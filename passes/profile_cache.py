@@ -116,7 +116,7 @@ class ProfileCache:
     def _path(self, settings: str) -> Path | None:
         if self._directory is None:
             return None
-        return self._directory / f"ops-v1-{hashlib.sha256(settings.encode()).hexdigest()[:16]}.jsonl"
+        return self._directory / f"ops-v2-{hashlib.sha256(settings.encode()).hexdigest()[:16]}.jsonl"
 
     def _table(self, settings: str) -> dict[str, Measurement]:
         if settings not in self._tables:

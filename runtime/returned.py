@@ -1,40 +1,57 @@
-"""Whether what a compiled forward returned is still held when its backward begins: seen from outside, by weak references."""
+"""Whether what a compiled forward returned is held while its backward runs: seen from outside, by weak references to storages."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeGuard
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class ReturnedOutputs:
-    """Watches the tensors of the latest forward. A tensor that a view, an autograd graph or a variable refers to counts as held;
-    a detached alias of its memory is not seen.
+    """Watches the storages that a forward makes and returns. What is alive when its backward has ended was held all the time.
 
     Attributes:
-        held_bytes: most that was still held at the beginning of a backward.
-        dropped_bytes: least that was gone by then; 0 before the first backward.
+        held_bytes: most that was held through a backward.
+        dropped_bytes: least that was gone at the end of one; 0 before the first.
     """
 
     def __init__(self) -> None:
         self.held_bytes = 0
         self.dropped_bytes = 0
-        self._has_begun = False
-        self._watched: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        self._has_ended = False
+        self._made: tuple[int, ...] | None = None  # positions of outputs that are not inputs, the same in every call
+        self._open: list[list[tuple[StorageWeakRef, int]]] = []
 
-    def watch(self, outputs: Iterable[object]) -> None:
-        """Forward returned ``outputs``. Leaves are the caller's own tensors, and not watched."""
-        tensors = [item for item in outputs if isinstance(item, torch.Tensor) and item.grad_fn is not None]
-        self._watched = [(weakref.ref(tensor), tensor.untyped_storage().nbytes()) for tensor in tensors]
+    def watch(self, outputs: Sequence[object], inputs: Iterable[object]) -> None:
+        """A forward returned ``outputs``; those that lie in the memory of ``inputs`` are the caller's own."""
+        if self._made is None:
+            own = {item.untyped_storage()._cdata for item in inputs if _has_storage(item)}
+            self._made = tuple(
+                place for place, item in enumerate(outputs) if _has_storage(item) and item.untyped_storage()._cdata not in own
+            )
+        storages = [item.untyped_storage() for place in self._made if _has_storage(item := outputs[place])]
+        found = {storage._cdata: storage for storage in storages}
+        watched = [(StorageWeakRef(storage), storage.nbytes()) for storage in found.values()]  # type: ignore[no-untyped-call]
+        self._open = [*self._open[-1:], watched]
 
-    def begin_backward(self) -> None:
-        """Their backward begins."""
-        if not self._watched:
+    def end_backward(self) -> None:
+        """A backward has ended. It tells something only if it is that of the one forward since the last."""
+        latest, self._open = self._open, []
+        if len(latest) != 1:
             return
-        held = sum(size for tensor, size in self._watched if tensor() is not None)
-        dropped = sum(size for _, size in self._watched) - held
+        held = sum(size for storage, size in latest[0] if not _is_gone(storage))
+        dropped = sum(size for _, size in latest[0]) - held
         self.held_bytes = max(self.held_bytes, held)
-        self.dropped_bytes = min(self.dropped_bytes, dropped) if self._has_begun else dropped
-        self._has_begun = True
-        self._watched = []
+        self.dropped_bytes = min(self.dropped_bytes, dropped) if self._has_ended else dropped
+        self._has_ended = True
+
+
+def _is_gone(storage: StorageWeakRef) -> bool:
+    return bool(storage.expired())  # type: ignore[no-untyped-call]
+
+
+def _has_storage(item: object) -> TypeGuard[torch.Tensor]:
+    """A plain dense tensor; subclasses and sparse tensors have no memory of their own that could be watched."""
+    return isinstance(item, torch.Tensor) and type(item) in (torch.Tensor, torch.nn.Parameter) and item.layout is torch.strided
