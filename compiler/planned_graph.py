@@ -315,13 +315,14 @@ class PlannedGraph:
 
     def _refusal(self) -> BudgetTooSmall:
         assert self.plan is not None and self.budget_bytes is not None and self.strategy is not None
-        least_bytes, hint = self.strategy.least_need_bytes(), f"Code of {MAX_COMPILES} plans was generated and each needs more."
         besides = self._held_bytes + self._reserve_bytes + self.strategy.margin_bytes + self.strategy.refusal_room_bytes
+        least_bytes = self.strategy.least_need_bytes() + besides
+        hint = f"Code of {MAX_COMPILES} plans was generated and each needs more. Raise the budget or lower the batch size."
         return BudgetTooSmall(
             budget_bytes=self.budget_bytes,
-            least_peak_bytes=least_bytes + besides,
+            least_peak_bytes=least_bytes,
             pinned=self.strategy.pinned_at_peak(self.plan.saved),
-            hint=f"{hint} Raise the budget or lower the batch size.{self.strategy.hint_of_outputs(least_bytes)}",
+            hint=hint + self.strategy.hint_of_outputs(least_bytes),
         )
 
     def static_of(self, kinds: tuple[Kind, ...]) -> int:

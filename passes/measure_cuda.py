@@ -46,10 +46,10 @@ def measure_on_cuda(
             except FAILURES as error:  # out of memory is a RuntimeError
                 answers.append(first_line(error))
         torch.cuda.synchronize(device)
-    return answers if recorder is None else [_with_peak(answer, recorder.calls.get(index)) for index, answer in enumerate(answers)]
+    return answers if recorder is None else [with_recorded_peak(answer, recorder.calls.get(index)) for index, answer in enumerate(answers)]
 
 
-def _with_peak(answer: Measurement | str, seen: CallMemory | None) -> Measurement | str:
+def with_recorded_peak(answer: Measurement | str, seen: CallMemory | None) -> Measurement | str:
     """The workspace as the peak of recorded allocations, where the record is complete; else it stays the sum of all temporaries."""
     if isinstance(answer, str) or seen is None or seen.allocated < answer.workspace_bytes + sum(answer.result_bytes or ()):
         return answer

@@ -27,13 +27,13 @@ class ReturnedOutputs:
     def watch(self, outputs: Sequence[object], inputs: Iterable[object]) -> None:
         """A forward returned ``outputs``; those that lie in the memory of ``inputs`` are the caller's own."""
         if self._made is None:
-            own = {item.untyped_storage()._cdata for item in inputs if _has_storage(item)}
+            own = {item.untyped_storage().data_ptr() for item in inputs if _has_storage(item)}
             self._made = tuple(
-                place for place, item in enumerate(outputs) if _has_storage(item) and item.untyped_storage()._cdata not in own
+                place for place, item in enumerate(outputs) if _has_storage(item) and item.untyped_storage().data_ptr() not in own
             )
         storages = [item.untyped_storage() for place in self._made if _has_storage(item := outputs[place])]
-        found = {storage._cdata: storage for storage in storages}
-        watched = [(StorageWeakRef(storage), storage.nbytes()) for storage in found.values()]  # type: ignore[no-untyped-call]
+        found = {storage.data_ptr(): storage for storage in storages}
+        watched = [(StorageWeakRef(one), one.nbytes()) for one in found.values()]  # type: ignore[no-untyped-call]  # torch gives it no types
         self._open = [*self._open[-1:], watched]
 
     def end_backward(self) -> None:
@@ -49,7 +49,7 @@ class ReturnedOutputs:
 
 
 def _is_gone(storage: StorageWeakRef) -> bool:
-    return bool(storage.expired())  # type: ignore[no-untyped-call]
+    return bool(storage.expired())  # type: ignore[no-untyped-call]  # torch gives it no types
 
 
 def _has_storage(item: object) -> TypeGuard[torch.Tensor]:

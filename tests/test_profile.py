@@ -15,9 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 from dyngran.passes.devices import find_device
 from dyngran.passes.host import measure_host_spec
 from dyngran.passes.materialize import InputPool
+from dyngran.passes.measure_cuda import with_recorded_peak
 from dyngran.passes.profile import OpProfiler, Request
 from dyngran.passes.profile_cache import Measurement, ProfileCache, default_cache_dir
-from dyngran.passes.record_memory import profiler_is_active
+from dyngran.passes.record_memory import CallMemory, profiler_is_active, recorded
 from dyngran.passes.signature import concrete
 
 aten = torch.ops.aten
@@ -206,3 +207,32 @@ def test_a_session_counts_as_active_from_its_warm_up_to_its_end() -> None:
         waiting.step()
     assert not profiler_is_active()
     assert ended is not None  # kept alive until here, as a user's variable would keep it
+
+
+def test_a_record_tells_the_peak_of_temporaries_that_follow_one_another() -> None:
+    """Two temporaries of 64 KiB, one after the other, and a result of 4 KiB: the sum says 128 KiB of workspace, the peak 64."""
+    with recorded(torch.device("cpu")) as recorder:
+        assert recorder is not None
+        with recorder.mark(3):
+            for _ in range(2):
+                temporary = torch.empty(16384)
+                del temporary
+            result = torch.empty(1024)
+    assert recorder.calls == {3: CallMemory(workspace=65536 - result.nbytes, allocated=2 * 65536 + result.nbytes)}
+
+
+@pytest.mark.parametrize(
+    ("seen", "workspace_bytes"),
+    [
+        (CallMemory(workspace=64, allocated=128 + 32), 64),  # everything that the counter saw is in the record
+        (CallMemory(workspace=64, allocated=128 + 31), 128),  # something is missing: the sum stays
+        (CallMemory(workspace=200, allocated=1024), 128),  # blocks are rounded up: never more than the sum
+        (None, 128),
+    ],
+)
+def test_a_workspace_is_the_recorded_peak_where_the_record_is_complete(seen: CallMemory | None, workspace_bytes: int) -> None:
+    summed = Measurement(cost_us=1.0, workspace_bytes=128, source="measured", result_bytes=(32,))
+    found = with_recorded_peak(summed, seen)
+    assert isinstance(found, Measurement)
+    assert found.workspace_bytes == workspace_bytes
+    assert with_recorded_peak("out of memory", seen) == "out of memory"
