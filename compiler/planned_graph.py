@@ -222,6 +222,13 @@ class PlannedGraph:
 
     def _build(self, inputs: Sequence[Any], held: Sequence[Any]) -> Callable[..., Any]:
         """Plan, partition and generate code. ``inputs`` are what AOTAutograd traces with, ``held`` the real tensors of this call."""
+        present = list(held)  # emptied below: compiled code keeps its partitioner, and with it this batch
+        try:
+            return self._first_that_fits(inputs, present)
+        finally:
+            present.clear()
+
+    def _first_that_fits(self, inputs: Sequence[Any], held: Sequence[Any]) -> Callable[..., Any]:
         refusal: list[DyngranError] = []
         cut = self._partitioner(held, refusal)
         for _ in range(MAX_COMPILES):
@@ -245,8 +252,21 @@ class PlannedGraph:
             return torch_private.compile_eager(module, inputs, partition=cut, around=around)
         options = {**torch_private.mode_options(self.options.mode or "default"), **self.options.inductor}
         return torch_private.compile_inductor(
-            module, inputs, options=options, partition=cut, uuid=options_key(self.options), around=around, on_code=account.add
+            module,
+            inputs,
+            options=options,
+            partition=cut,
+            uuid=options_key(self.options),
+            around=around,
+            on_code=account.add,
+            spare_bytes=self._spare_bytes,
         )
+
+    def _spare_bytes(self) -> int | None:
+        """What the budget leaves on a card at the plan's peak; None where there is no budget."""
+        if self.plan is None or self.budget_bytes is None or self.device.type == "cpu":
+            return None
+        return max(0, self.budget_bytes - self.plan.peak_bytes)
 
     def _partitioner(self, held: Sequence[Any], refusal: list[DyngranError]) -> torch_private.Partitioner:
         """The partition function of one compilation; a refusal is kept because code generators hide the classes of errors."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from dyngran.compiler import torch_private
 from dyngran.compiler.loops import LoopKind, loop_kind
 from dyngran.compiler.storages import storage_bytes, tensors_of
 from dyngran.passes.costs import roofline_us
@@ -54,7 +55,11 @@ def price_nodes(
     if limit_bytes is not None:
         limit_bytes = max([limit_bytes, *(_touched_bytes(node, device) for node in profiled)])
     profiler = OpProfiler(
-        spec, device if measure and device.type != "meta" else None, cache=ProfileCache.default(), limit_bytes=limit_bytes
+        spec,
+        device if measure and device.type != "meta" else None,
+        cache=ProfileCache.default(),
+        limit_bytes=limit_bytes,
+        plain_dispatch=torch_private.plain_dispatch,
     )
     prices = dict(zip(profiled, profiler.measure_all([_request(node, channels_last=channels_last) for node in profiled]), strict=True))
     return [prices[node] if node in prices else _by_bytes(node, spec) for node in nodes]
@@ -65,7 +70,7 @@ def workspace_meter(device: torch.device, spec: DeviceSpec) -> Callable[[object,
 
     Tensors among the arguments may be `TensorSpec`. Every distinct call is run once and remembered on disk.
     """
-    profiler = OpProfiler(spec, device, cache=ProfileCache.default())
+    profiler = OpProfiler(spec, device, cache=ProfileCache.default(), plain_dispatch=torch_private.plain_dispatch)
 
     def measure(target: object, args: tuple[object, ...]) -> int | None:
         found = profiler.measure(target, args, {})

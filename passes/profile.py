@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -50,6 +50,9 @@ class OpProfiler:
         limit_bytes: inputs and results of one measured call, and the inputs kept for the next one, stay within this; None is no limit.
         limit_s: time for one `measure_all`; the rest falls back to the roofline (on the CPU: is timed by one run).
         on_progress: called with (operators measured, operators in all) before each measured operator, on the measuring thread.
+        plain_dispatch: a context in which operators of the caller's thread run on real tensors as they are. With it a card's operators run
+            there: cuBLAS keeps 33 MiB for every thread that multiplies, and the caller's does so in any step. Without it, and on the CPU,
+            they run on a fresh thread.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class OpProfiler:
         limit_bytes: int | None = None,
         limit_s: float = LIMIT_S,
         on_progress: Progress | None = None,
+        plain_dispatch: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> None:
         self.spec = spec
         self.device = device
@@ -68,6 +72,7 @@ class OpProfiler:
         self.limit_bytes = limit_bytes
         self.limit_s = limit_s
         self.on_progress = on_progress
+        self.plain_dispatch = plain_dispatch
 
     def measure(self, target: object, args: tuple[object, ...], kwargs: dict[str, object], outputs: object = None) -> Measurement:
         """`measure_all` of one call."""
@@ -152,6 +157,9 @@ class OpProfiler:
                 return measure_on_cpu(jobs, pool, limit_s=self.limit_s, on_progress=self.on_progress)
 
         start_profiler_once()
+        if device.type == "cuda" and self.plain_dispatch is not None:
+            with self.plain_dispatch():
+                return measure()
         return on_clean_thread(measure)
 
 

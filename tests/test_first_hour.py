@@ -315,6 +315,22 @@ def test_a_refusal_that_was_caught_keeps_neither_model_nor_inputs(is_reset: bool
     assert [gone() for gone in watched] == [None, None]
 
 
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+def test_batches_are_gone_after_their_step(codegen: str) -> None:
+    """Also the one that was there when a plan was made and its code generated, as for gradients that exist already."""
+    module = make()
+    step = torch.compile(module, backend="dyngran", options={"budget": 2**30, "codegen": codegen})
+
+    def train() -> weakref.ref[object]:
+        x = batch()
+        backward(step, x)
+        return weakref.ref(x)
+
+    watched = [train(), train(), train()]
+    gc.collect()
+    assert [gone() for gone in watched] == [None, None, None]
+
+
 def test_compiling_one_model_twice_with_two_budgets() -> None:
     module, x = make(), batch()
     tight = tight_budget(make(), x)

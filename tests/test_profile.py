@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
+from dyngran.compiler.torch_private import plain_dispatch
 from dyngran.passes.devices import find_device
 from dyngran.passes.host import measure_host_spec
 from dyngran.passes.materialize import InputPool
@@ -130,6 +131,16 @@ def test_without_a_device_everything_is_a_roofline_of_the_named_card() -> None:
     found = card.measure_all([request(aten.mm.default, torch.rand(64, 64), torch.rand(64, 64))])[0]
     assert found.source == "roofline: h100"
     assert found.cost_us > 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
+def test_measuring_on_a_cuda_card_leaves_nothing_there_that_a_step_has_not() -> None:
+    x = torch.rand(1024, 1024, device="cuda", requires_grad=True)
+    (x @ x).sum().backward()  # both threads of a step have library handles now
+    allocated = torch.cuda.memory_allocated()
+    warm = OpProfiler(find_device("h100"), x.device, cache=ProfileCache(None), plain_dispatch=plain_dispatch)
+    assert warm.measure_all([request(aten.mm.default, x.detach(), x.detach())])[0].is_measured
+    assert torch.cuda.memory_allocated() - allocated <= 2 * 2**20  # cuBLASLt's
 
 
 def test_it_does_not_start_a_second_profiler() -> None:

@@ -311,8 +311,15 @@ def test_inductor_compilation_hands_out_the_generated_code_of_both_graphs() -> N
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return torch_private.compile_inductor(
-            graph, inputs, options={}, partition=partition, uuid="one", around=around, on_code=codes.append
-        )  # fmt: skip
+            graph,
+            inputs,
+            options={},
+            partition=partition,
+            uuid="one",
+            around=around,
+            on_code=codes.append,
+            spare_bytes=lambda: None,
+        )
 
     torch._dynamo.reset()
     weight = torch.ones(8, 8, requires_grad=True)
@@ -329,6 +336,22 @@ def test_inductor_compilation_hands_out_the_generated_code_of_both_graphs() -> N
         ran.clear()
         uuids.clear()
     assert weight.grad is not None
+
+
+def test_autotuning_of_a_first_run_clears_the_cache_with_what_is_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.runtime.benchmarking import benchmarker
+
+    monkeypatch.setitem(benchmarker.__dict__, "L2_cache_size", 100)
+    seen: list[tuple[int, ...]] = []
+
+    def run(args: list[Any]) -> str:
+        by_method = getattr(benchmarker, "get_device_cache_size", lambda: benchmarker.L2_cache_size)  # torch 2.12 on
+        seen.append((benchmarker.L2_cache_size, by_method(), *args))
+        return "result"
+
+    tight, roomy, free = (torch_private.tuned_within(run, lambda spare=spare: spare) for spare in (7, 200, None))  # type: ignore[misc]
+    assert [tight([1]), tight([2]), roomy([3]), free([4])] == ["result"] * 4
+    assert seen == [(7, 7, 1), (100, 100, 2), (100, 100, 3), (100, 100, 4)]
 
 
 def test_inductor_turns_images_of_convolutions_to_channels_last() -> None:
@@ -418,3 +441,16 @@ def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch
     assert sentence is not None and "C++ compiler" in sentence
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
     assert "triton" in str(torch_private.missing_tool({"cuda"}))
+
+
+def test_plain_dispatch_runs_real_tensors_whatever_the_thread_is_doing() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    real = torch.ones(4, 4)
+    with FakeTensorMode(), torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
+        with torch_private.plain_dispatch():
+            product = torch.ops.aten.mm.default(real, torch.ones(4, 4))
+        fake = torch.ones(4, 4)
+    assert type(product) is Tensor
+    assert (product.device.type, product.dtype, product.sum().item()) == ("cpu", torch.float32, 64.0)
+    assert (type(fake).__name__, fake.device.type) == ("FakeTensor", "meta")
