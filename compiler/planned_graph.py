@@ -331,7 +331,7 @@ class PlannedGraph:
             return True
         self.plan = self.strategy.account(self.plan, transient_bytes)
         self.observer.expect(self.device, static_bytes=self._held_bytes, peak_bytes=self.plan.peak_bytes)
-        return self.budget_bytes is None or self.plan.peak_bytes <= self.budget_bytes
+        return self.strategy.fits(self.plan)
 
     def _refusal(self) -> BudgetTooSmall:
         assert self.plan is not None and self.budget_bytes is not None and self.strategy is not None

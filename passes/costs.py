@@ -65,6 +65,11 @@ _MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_add
 }
 
 
+def is_matmul(target: object) -> bool:
+    """A matrix product of the BLAS library's."""
+    return isinstance(target, torch._ops.OpOverload) and base_name(target) in _MATMULS
+
+
 def roofline_us(target: object, args: object, outputs: object, spec: DeviceSpec, *, kwargs: Mapping[str, object] | None = None) -> float:
     """Device microseconds of one call.
 

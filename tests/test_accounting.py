@@ -27,7 +27,7 @@ from dyngran.compiler.capture import Captured, JointGraph
 from dyngran.compiler.options import parse_options
 from dyngran.compiler.planned_graph import MAX_COMPILES
 from dyngran.compiler.storages import Storages
-from dyngran.compiler.strategy import LOSS_BYTES, MAX_DOUBTS, MAX_MISSES, Strategy
+from dyngran.compiler.strategy import KNOWN_SLACK, LOSS_BYTES, MAX_DOUBTS, MAX_MISSES, SLACK_BYTES, Strategy
 from dyngran.compiler.torch_private import GeneratedCode
 from dyngran.errors import BudgetTooSmall
 from dyngran.passes.plan import Plan
@@ -645,6 +645,18 @@ def test_a_refusal_generates_code_of_more_plans_only_where_simulations_are_off(e
     assert len(needs) == 1 if excess == 0 else 1 < len(needs) <= 1 + MAX_DOUBTS
     assert refusal.value.least_peak_bytes - static == min(needs) + LOSS_BYTES
     assert min(needs) < strategy.free.peak_bytes - static
+
+
+@pytest.mark.parametrize("options", [{}, {"solver": "default"}], ids=["free choice", "named solver"])
+def test_on_a_card_generated_code_leaves_the_allocator_room(options: dict[str, object]) -> None:
+    """Half a per cent of the transient and 8 MiB; a plan that was asked for is taken at its word."""
+    captured = replace(traced(Mlp(), (torch.randn(256, 64),)), device=torch.device("cuda"))
+    strategy = Strategy(captured, parse_options({"keep_below": 0, **options}, environ={}), f"a graph of this test alone, {options}")
+    static, transient, room = captured.problem.total_static_bytes, 10**9, KNOWN_SLACK * 10**9 + SLACK_BYTES
+    plan = replace(plan_of(strategy.free.saved), static_bytes=static, budget_bytes=static + transient)
+    assert strategy.fits(strategy.account(plan, transient)) is bool(options)
+    assert strategy.fits(strategy.account(replace(plan, budget_bytes=int(static + transient + room)), transient))
+    assert strategy.need_of(plan.saved) == static + transient + room
 
 
 def test_guesses_do_not_keep_a_plan_that_is_known_to_fit_from_being_used() -> None:
