@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from decimal import Decimal
+from difflib import get_close_matches
 from enum import Enum
 from fractions import Fraction
 
@@ -22,6 +23,9 @@ UNIT_BYTES = {
     "tib": 2**40,
 }
 VALID_FORMS = 'an int of bytes, "8GiB", "900MB", "1.5 GB", "75%" (of the device\'s memory) or "auto"'
+
+_UNITS = {"b": "B", **{unit: f"{unit[0].upper()}{unit[1:-1]}B" for unit in UNIT_BYTES if unit != "b"}}  # as people write them
+NO_UNIT_FROM_BYTES = 1024  # text without a unit that means fewer bytes: the unit was forgotten
 
 MAX_TEXT = 64  # no amount of memory needs more characters
 MAX_BYTES = 2**63 - 1
@@ -84,7 +88,9 @@ class Budget:
             return cls(BudgetForm.PERCENT, percent)
         num_bytes = parse_bytes(value)
         if num_bytes is None:
-            raise _invalid(value, source, "it cannot be read as an amount of memory")
+            raise _invalid(value, source, "it cannot be read as an amount of memory" + _nearest(match))
+        if match is not None and not match[2] and 0 < num_bytes < NO_UNIT_FROM_BYTES:
+            raise _invalid(value, source, f"it has no unit; did you mean '{match[1]}GiB'{_or_percent(match[1])}?")
         return cls._of_bytes(num_bytes, value, source)
 
     @classmethod
@@ -131,10 +137,23 @@ class Budget:
         return num_bytes
 
 
+def _nearest(match: re.Match[str] | None) -> str:
+    """A suggestion for an amount whose unit is no unit."""
+    if match is None:
+        return ""
+    near = [f"{match[2]}ib"] if f"{match[2]}ib" in UNIT_BYTES else get_close_matches(match[2], UNIT_BYTES, n=1)
+    return f"; did you mean '{match[1]}{_UNITS[near[0]]}'?" if near else ""
+
+
+def _or_percent(amount: str) -> str:
+    return f" or '{amount}%'" if Decimal(amount) <= 100 else ""
+
+
 def _invalid(value: object, source: str, problem: str) -> InvalidBudget:
     if isinstance(value, int) and abs(value) > MAX_BYTES:
         shown = f"an int of {value.bit_length()} bits"
     else:
         shown = repr(value)
     shown = shown if len(shown) <= MAX_TEXT else shown[: MAX_TEXT - 3] + "..."
-    return InvalidBudget(f"{source} = {shown}: {problem}. Valid forms are {VALID_FORMS}.")
+    end = "" if problem.endswith("?") else "."
+    return InvalidBudget(f"{source} = {shown}: {problem}{end} Valid forms are {VALID_FORMS}.")

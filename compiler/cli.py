@@ -135,12 +135,34 @@ def _diff(options: argparse.Namespace, console: Console) -> None:
         if before or after:
             table.add_row(f"values: {action.value}", str(before), str(after), _change(after - before, str))
     console.print(table)
+    if documents[0].fingerprint == documents[1].fingerprint:  # else the same number is another value
+        _print_changed(first, second, console)
     for name in ("fingerprint", "codegen", "device", "torch_version", "dyngran_version"):
         left, right = (getattr(document, name) for document in documents)
         if left != right:
             console.print(_plain(f"{name.replace('_', ' ')} differs: {left} and {right}"), soft_wrap=True)
     if documents[0] == documents[1]:
         console.print("The plans are equal.")
+
+
+def _print_changed(first: Plan, second: Plan, console: Console) -> None:
+    """The values about which two plans of one graph decide otherwise, largest first."""
+    before, after = ({decision.value: decision for decision in plan.decisions} for plan in (first, second))
+    pairs = [(before.get(value), after.get(value)) for value in before.keys() | after.keys()]
+    rows = []
+    for left, right in pairs:
+        one = left or right
+        assert one is not None
+        actions = tuple("-" if decision is None else _action(decision) for decision in (left, right))
+        if actions[0] != actions[1]:
+            rows.append((-one.size_bytes, one.value, (one.name, one.label, *actions)))
+    if not rows:
+        return
+    shown = sorted(rows)[:NUM_LARGEST]
+    table = _table(f"decisions that differ, largest first ({len(shown)} of {len(rows)})", ["value", "region", "A", "B"], ["size"])
+    for negative_bytes, _, texts in shown:
+        table.add_row(*map(_plain, texts), format_bytes(-negative_bytes))
+    console.print(table)
 
 
 def _plain(text: str) -> Text:

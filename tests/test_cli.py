@@ -139,6 +139,9 @@ def test_diff(plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert ["ops recomputed", "28", "27", "-1"] in rows
     assert ["values: keep", "2", "2", "same"] in rows
     assert ["values: recompute", "28", "27", "-1"] in rows
+    assert "decisions that differ, largest first (2 of 2)" in printed
+    changed = {row[0]: row[-3:-1] for row in rows if row and row[0] in (DECISIONS[0].name, DECISIONS[1].name)}
+    assert changed == {DECISIONS[0].name: [DECISIONS[0].action.value, "-"], DECISIONS[1].name: [DECISIONS[1].action.value, "keep"]}
     assert "device differs: NVIDIA H100 and NVIDIA H200" in printed
     assert "equal" not in printed
 
