@@ -23,22 +23,28 @@ from torch._subclasses import FakeTensorMode
 from dyngran.compiler import torch_private
 from dyngran.compiler.capture import JointGraph, capture
 from dyngran.compiler.prepare import prepare
-from dyngran.passes.costs import roofline_us
+from dyngran.passes.costs import is_matmul, roofline_us
 from dyngran.passes.devices import DeviceSpec, match_device
 from dyngran.passes.problem import Kind, Problem
 from dyngran.passes.profile_cache import Measurement
 
 JsonObject = dict[str, Any]
-TIMED = ("mm", "addmm", "bmm", "baddbmm", "convolution", "attention")  # names whose eager time per op is device time
+TIMED = ("convolution", "attention")  # beside matmuls: names whose eager time per op is device time
+_ORIGIN = "exported_value"  # what a node's missing keyword arguments made of it: else common subexpressions would merge unequal ones
 
 
 def load_problems(path: Path, *, fused: bool = True) -> list[Problem]:
     """The planning problems in a file. Raises ValueError with what the file lacks."""
     content = path.read_bytes()
     document = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
-    if "graphs" in document:
-        return [joint_problem(graph, card=str(document.get("gpu", "")), fused=fused) for graph in document["graphs"]]
-    raise ValueError("this is no export of joint graphs: there is no key 'graphs'")
+    graphs = document.get("graphs") if isinstance(document, dict) else None
+    if not isinstance(graphs, list):
+        raise ValueError("this is no export of joint graphs: there is no list 'graphs'")
+    for graph in graphs:
+        missing = [key for key in ("nodes", "outputs", "num_fwd_outputs", "static_inputs") if key not in graph]
+        if missing:
+            raise ValueError(f"this is no export of joint graphs: a graph has no {', '.join(missing)}")
+    return [joint_problem(graph, card=str(document.get("gpu", "")), fused=fused) for graph in graphs]
 
 
 def joint_problem(document: JsonObject, *, card: str, fused: bool) -> Problem:
@@ -71,9 +77,6 @@ def joint_problem(document: JsonObject, *, card: str, fused: bool) -> Problem:
     return replace(captured.problem, stock={"min-cut": stock})
 
 
-_ORIGIN = "exported_value"  # what a node's missing keyword arguments made of it: else common subexpressions would merge unequal ones
-
-
 def _graph_module(document: JsonObject) -> tuple[fx.GraphModule, dict[str, float]]:
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
@@ -92,7 +95,7 @@ def _graph_module(document: JsonObject) -> tuple[fx.GraphModule, dict[str, float
             if row.get("tag"):
                 node.meta["partitioner_tag"] = row["tag"]
             made[row["name"]] = node
-            if row.get("us") and any(name in row["target"] for name in TIMED):
+            if row.get("us") and (is_matmul(node.target) or any(name in row["target"] for name in TIMED)):
                 measured[node.name] = float(row["us"])
     return fx.GraphModule(torch.nn.Module(), graph), measured
 

@@ -19,13 +19,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from dyngran.passes.errors import BudgetTooSmall, format_bytes
+from dyngran.passes.problem import Problem
+from dyngran.passes.solvers.portfolio import SOLVERS, Planner
+
 sys.path[:0] = [str(Path(__file__).resolve().parent)]  # `python -P` leaves the script's own folder out
 
-from graphs import load_problems  # noqa: E402  # after the settings above
-
-from dyngran.passes.errors import BudgetTooSmall, format_bytes  # noqa: E402
-from dyngran.passes.problem import Problem  # noqa: E402
-from dyngran.passes.solvers.portfolio import SOLVERS, Planner  # noqa: E402
+from graphs import load_problems  # noqa: E402  # found by the line above
 
 Row = dict[str, object]
 

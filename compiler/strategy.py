@@ -31,7 +31,7 @@ from dyngran.passes.solvers.portfolio import Planner
 log = logging.getLogger("dyngran.plan")
 
 # On CUDA above what is accounted for. The caching allocator hands out a cached block that is up to 1 MiB too large without splitting it:
-# at most 0.45 % of the transient on a Llama, a ViT-L and a ResNet-152. Libraries keep up to 5 MiB of their own from their first step on.
+# less than 0.5 % of the transient on a Llama, a ViT-L and a ResNet-152. Libraries keep up to 5 MiB of their own from their first step on.
 KNOWN_SLACK = 0.005  # share of the transient, where generated code is known
 GUESSED_SLACK = 0.01
 SLACK_BYTES = 8 * 2**20

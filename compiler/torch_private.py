@@ -317,8 +317,10 @@ def tuned_within(run: Boxed, spare_bytes: Callable[[], int | None]) -> Boxed:
 
     def tuned(args: list[Any]) -> Any:
         nonlocal is_tuned
-        spare = None if is_tuned else spare_bytes()
+        if is_tuned:
+            return run(args)
         is_tuned = True
+        spare = spare_bytes()
         whole = 0 if spare is None else getattr(benchmarker, "L2_cache_size", 0)  # 0: a benchmarker of another kind
         if spare is None or spare >= whole:
             return run(args)

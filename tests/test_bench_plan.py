@@ -126,9 +126,18 @@ def test_the_script_writes_a_row_for_every_solver_and_budget(made: tuple[Path, P
     assert done.stdout.count("no plan fits") == 2
 
 
-def test_a_file_of_something_else_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "missing"),
+    [
+        ('{"nodes": []}', "no list 'graphs'"),
+        ('{"gpu": "NVIDIA H200", "graphs": [{}]}', "a graph has no nodes, outputs"),
+        ("[]", "no list 'graphs'"),
+    ],
+)
+def test_a_file_of_something_else_is_refused_by_name(content: str, missing: str, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
-    path.write_text('{"nodes": []}')
+    path.write_text(content)
     done = subprocess.run([sys.executable, str(BENCH / "plan.py"), str(path)], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "other.json" in done.stderr and "no key 'graphs'" in done.stderr
+    assert "other.json: this is no export of joint graphs" in done.stderr and missing in done.stderr
+    assert "Traceback" not in done.stderr

@@ -58,15 +58,14 @@ def test_what_is_no_budget_is_refused_with_the_valid_forms(written: object) -> N
 @pytest.mark.parametrize(
     ("written", "meant"),
     [
-        *(("8G", "'8GiB'?"), ("8 gibs", "'8GiB'?"), ("1.5GBB", "'1.5GB'?"), ("900m", "'900MiB'?")),
-        *(("75", "no unit; did you mean '75GiB' or '75%'?"), ("512", "no unit; did you mean '512GiB'?")),
+        *(("8G", "'8GiB'"), ("8 gibs", "'8GiB'"), ("1.5GBB", "'1.5GB'"), ("900m", "'900MiB'")),
+        *(("75", "'75GiB' or '75%'"), ("512", "'512GiB'")),
     ],
 )
 def test_the_nearest_form_is_named(written: str, meant: str) -> None:
     with pytest.raises(InvalidBudget) as caught:
         Budget.parse(written)
-    assert f"did you mean {meant.removeprefix('no unit; did you mean ')} Valid forms" in str(caught.value)
-    assert meant in str(caught.value)
+    assert f"; did you mean {meant}? Valid forms are" in str(caught.value)
 
 
 @given(num_bytes=st.integers(1, MAX_BYTES))

@@ -349,7 +349,9 @@ def test_autotuning_of_a_first_run_clears_the_cache_with_what_is_spare(monkeypat
         seen.append((benchmarker.L2_cache_size, by_method(), *args))
         return "result"
 
-    tight, roomy, free = (torch_private.tuned_within(run, lambda spare=spare: spare) for spare in (7, 200, None))  # type: ignore[misc]
+    tight = torch_private.tuned_within(run, lambda: 7)
+    roomy = torch_private.tuned_within(run, lambda: 200)
+    free = torch_private.tuned_within(run, lambda: None)
     assert [tight([1]), tight([2]), roomy([3]), free([4])] == ["result"] * 4
     assert seen == [(7, 7, 1), (100, 100, 2), (100, 100, 3), (100, 100, 4)]
 
