@@ -18,9 +18,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dyngran.compiler.report_sheet import format_us
 from dyngran.errors import BudgetTooSmall
-from dyngran.passes.errors import format_bytes
+from dyngran.passes.errors import format_bytes, format_us
 
 FRACTIONS = (0.75, 0.5, 0.3)  # of the way from the floor to the free peak
 QUICK_FRACTIONS = (0.5,)

@@ -14,11 +14,12 @@ from rich.text import Text
 
 from dyngran.compiler.planfile import PlanDocument, dump_plan, load_plan
 from dyngran.compiler.version import VERSION
-from dyngran.passes.errors import PlanFileError, format_bytes
+from dyngran.passes.errors import PlanFileError, format_bytes, format_us
 from dyngran.passes.plan import Action, Decision, Plan
 
 NUM_LARGEST = 20
 NO_LABEL = "(no label)"
+PIPE_COLUMNS = 400  # a file or another program has no width at which lines must be folded
 
 Number = TypeVar("Number", int, float)
 
@@ -26,7 +27,8 @@ Number = TypeVar("Number", int, float)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code. argparse leaves with 2 on arguments that it does not know."""
     options = _parser().parse_args(arguments)
-    console = Console(highlight=False)
+    in_terminal = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Console(highlight=False, width=None if in_terminal else PIPE_COLUMNS)
     try:
         options.run(options, console)
     except PlanFileError as error:
@@ -82,8 +84,8 @@ def _header(document: PlanDocument) -> Table:
         "budget": _budget(plan),
         "predicted peak": f"{format_bytes(plan.peak_bytes)}, of which static {format_bytes(plan.static_bytes)}",
         "saved for backward": f"{format_bytes(plan.saved_bytes)} in {len(plan.saved)} values",
-        "predicted time": f"{_time(plan.time_us)}, of which {_time(plan.overhead_us)} beyond the fastest known plan",
-        "recompute": f"{_time(plan.recompute_us)} in {plan.num_recomputed} ops",
+        "predicted time": f"{format_us(plan.time_us)}, of which {format_us(plan.overhead_us)} beyond the fastest known plan",
+        "recompute": f"{format_us(plan.recompute_us)} in {plan.num_recomputed} ops",
         "solver": plan.solver + (" (truncated: a safety stop cut the search short)" if plan.truncated else ""),
         "order": plan.order,
         "made for": f"{document.device}, torch {document.torch_version}, codegen {document.codegen}, dyngran {document.dyngran_version}",
@@ -99,7 +101,7 @@ def _largest(decisions: Sequence[Decision], num_decisions: int) -> Table:
     table = _table(title, ["value", "action", "region", "reason"], ["size", "recompute"])
     for decision in decisions:
         texts = (decision.name, _action(decision), decision.label, decision.reason)
-        table.add_row(*map(_plain, texts), format_bytes(decision.size_bytes), _time(decision.recompute_us))
+        table.add_row(*map(_plain, texts), format_bytes(decision.size_bytes), format_us(decision.recompute_us))
     return table
 
 
@@ -112,7 +114,7 @@ def _totals(title: str, heading: str, decisions: Iterable[Decision], key: Callab
         kept, again = (_bytes(d for d in group if d.action is action) for action in (Action.KEEP, Action.RECOMPUTE))
         recompute_us = sum(decision.recompute_us for decision in group)
         sizes = (format_bytes(size) for size in (_bytes(group), kept, again))
-        table.add_row(_plain(name), str(len(group)), *sizes, _time(recompute_us))
+        table.add_row(_plain(name), str(len(group)), *sizes, format_us(recompute_us))
     return table
 
 
@@ -126,7 +128,7 @@ def _diff(options: argparse.Namespace, console: Console) -> None:
         table.add_row(name.removesuffix("_bytes"), format_bytes(before), format_bytes(after), _change(after - before, format_bytes))
     for name in ("time_us", "overhead_us", "recompute_us"):
         before, after = getattr(first, name), getattr(second, name)
-        table.add_row(name.removesuffix("_us"), _time(before), _time(after), _change(after - before, _time))
+        table.add_row(name.removesuffix("_us"), format_us(before), format_us(after), _change(after - before, format_us))
     table.add_row(
         "ops recomputed", str(first.num_recomputed), str(second.num_recomputed), _change(second.num_recomputed - first.num_recomputed, str)
     )
@@ -188,10 +190,6 @@ def _bytes(decisions: Iterable[Decision]) -> int:
 
 def _budget(plan: Plan) -> str:
     return "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
-
-
-def _time(duration_us: float) -> str:
-    return f"{duration_us:.1f} us" if abs(duration_us) < 1000 else f"{duration_us / 1000:.4g} ms"
 
 
 def _change(change: Number, show: Callable[[Number], str]) -> str:

@@ -33,15 +33,6 @@ class Sheet:
     notes: tuple[str, ...]
 
 
-def format_us(time_us: float) -> str:
-    """A duration for people: three significant digits in us, ms or s (``12.5 ms``)."""
-    if time_us < 1e3:
-        return f"{time_us:.3g} us"
-    if time_us < 1e6:
-        return f"{time_us / 1e3:.3g} ms"
-    return f"{time_us / 1e6:.4g} s"
-
-
 def render_text(sheet: Sheet) -> str:
     """Plain text; the same sheet always gives the same characters."""
     lines = [sheet.heading, *sheet.sentences]

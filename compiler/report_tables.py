@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dyngran.compiler.report_rows import RegionRow, ValueRow, merge_alike
-from dyngran.compiler.report_sheet import Sheet, Table, format_us
-from dyngran.passes.errors import format_bytes
+from dyngran.compiler.report_sheet import Sheet, Table
+from dyngran.passes.errors import format_bytes, format_us
 from dyngran.passes.plan import Action
 
 if TYPE_CHECKING:

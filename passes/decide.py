@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dyngran.passes.errors import format_bytes
+from dyngran.passes.errors import format_bytes, format_us
 from dyngran.passes.plan import Action, Decision, Plan
 from dyngran.passes.problem import Problem, Side
 from dyngran.passes.simulate import Outcome, Simulator
@@ -77,7 +77,7 @@ def _keep(problem: Problem, index: int, saved: frozenset[int]) -> Decision:
     elif problem.keeps_as_small(value.index):
         reason = "small: breaks chains of recompute"
     else:
-        reason = f"recomputing it costs {cost_us:.4g} us for {format_bytes(value.size_bytes)}"
+        reason = f"recomputing it costs {format_us(cost_us)} for {format_bytes(value.size_bytes)}"
     return Decision(
         value=index,
         name=value.name,
@@ -94,9 +94,9 @@ def _recompute(problem: Problem, index: int, *, again: bool) -> Decision:
     assert value.producer is not None
     op = problem.ops[value.producer]
     if op.never_saved and not op.pinned and op.reads:
-        reason = f"in a checkpoint region of the user's: {op.cost_us:.4g} us to make again"
+        reason = f"in a checkpoint region of the user's: {format_us(op.cost_us)} to make again"
     elif again:
-        reason = f"{op.cost_us:.4g} us to make again, frees {format_bytes(value.size_bytes)} until backward reads it"
+        reason = f"{format_us(op.cost_us)} to make again, frees {format_bytes(value.size_bytes)} until backward reads it"
     else:
         reason = "only backward needs it: made just before its first reader"
     return Decision(

@@ -49,6 +49,16 @@ def format_bytes(num_bytes: float) -> str:
     return f"{sign}{amount:.4g} TiB"
 
 
+def format_us(time_us: float) -> str:
+    """A duration for people: three significant digits in us or ms, four in s (``12.5 ms``)."""
+    amount = abs(time_us)
+    if amount < 999.5:
+        return f"{time_us:.3g} us"
+    if amount < 999.5e3:
+        return f"{time_us / 1e3:.3g} ms"
+    return f"{time_us / 1e6:.4g} s"
+
+
 class BudgetTooSmall(DyngranError):
     """No plan that dyngran knows keeps the peak of one step within the budget.
 

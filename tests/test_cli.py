@@ -70,7 +70,7 @@ def test_show(plan_file: str, capsys: pytest.CaptureFixture[str]) -> None:
         "1 GiB",
         "1000 MiB, of which static 200 MiB",
         "65 MiB in 2 values",
-        "280.0 us in 28 ops",
+        "280 us in 28 ops",
         "mutwo",
         "NVIDIA H100",
         "ab12cd",
@@ -79,12 +79,22 @@ def test_show(plan_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [cells(line) for line in printed.splitlines()]
     named = [row[0] for row in rows if row[0].startswith("value_")]
     assert named == ["value_30", *(f"value_{i}" for i in range(29, 10, -1))], "the 20 largest, largest first"
-    assert ["value_30", "keep", "layer 0", "reason 30", "64 MiB", "0.0 us"] in rows
+    assert ["value_30", "keep", "layer 0", "reason 30", "64 MiB", "0 us"] in rows
     total_mib = sum(range(2, 30))
-    assert ["keep", "2", "65 MiB", "65 MiB", "0 B", "0.0 us"] in rows
-    assert ["recompute", "28", f"{total_mib} MiB", "0 B", f"{total_mib} MiB", "280.0 us"] in rows
-    assert ["layer 0", "2", "65 MiB", "65 MiB", "0 B", "0.0 us"] in rows
-    assert ["layer 1", "28", f"{total_mib} MiB", "0 B", f"{total_mib} MiB", "280.0 us"] in rows
+    assert ["keep", "2", "65 MiB", "65 MiB", "0 B", "0 us"] in rows
+    assert ["recompute", "28", f"{total_mib} MiB", "0 B", f"{total_mib} MiB", "280 us"] in rows
+    assert ["layer 0", "2", "65 MiB", "65 MiB", "0 B", "0 us"] in rows
+    assert ["layer 1", "28", f"{total_mib} MiB", "0 B", f"{total_mib} MiB", "280 us"] in rows
+
+
+def test_lines_are_not_folded_where_no_terminal_is(
+    plan_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS")
+    reason = "a reason that is a good deal longer than what a row of eighty columns leaves for one of its six cells"
+    save_plan(plan_file, replace(DOCUMENT, plan=replace(PLAN, decisions=(replace(DECISIONS[0], reason=reason),))))
+    assert main(["show", plan_file]) == 0
+    assert reason in capsys.readouterr().out
 
 
 def test_show_all(plan_file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +145,7 @@ def test_diff(plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert ["peak", "1000 MiB", "1002 MiB", "+2 MiB"] in rows
     assert ["static", "200 MiB", "200 MiB", "same"] in rows
     assert ["saved", "65 MiB", "67 MiB", "+2 MiB"] in rows
-    assert ["time", "5 ms", "4.99 ms", "-10.0 us"] in rows
+    assert ["time", "5 ms", "4.99 ms", "-10 us"] in rows
     assert ["ops recomputed", "28", "27", "-1"] in rows
     assert ["values: keep", "2", "2", "same"] in rows
     assert ["values: recompute", "28", "27", "-1"] in rows

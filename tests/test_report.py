@@ -11,7 +11,8 @@ from rich.console import Console
 
 from dyngran.compiler.report import Report, StepReport, build_report
 from dyngran.compiler.report_rows import merge_alike, peak_rows
-from dyngran.compiler.report_sheet import Table, format_us
+from dyngran.compiler.report_sheet import Table
+from dyngran.passes.errors import format_us
 from dyngran.passes.plan import Action, Decision, Plan
 from dyngran.passes.problem import Kind, Op, Problem, Side, Value
 from dyngran.passes.simulate import Simulator
@@ -238,6 +239,9 @@ def test_a_table_with_a_ragged_row_is_refused() -> None:
         Table(title="t", columns=("a", "b"), align="lr", rows=(("1",),))
 
 
-@pytest.mark.parametrize(("time_us", "text"), [(0, "0 us"), (12.34, "12.3 us"), (12_345, "12.3 ms"), (2_345_678, "2.346 s")])
+@pytest.mark.parametrize(
+    ("time_us", "text"),
+    [(0, "0 us"), (12.34, "12.3 us"), (999.7, "1 ms"), (12_345, "12.3 ms"), (-999_700, "-0.9997 s"), (2_345_678, "2.346 s")],
+)
 def test_durations(time_us: float, text: str) -> None:
     assert format_us(time_us) == text
