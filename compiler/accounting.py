@@ -24,10 +24,11 @@ from dyngran.compiler.storages import storage_bytes, tensors_of
 from dyngran.compiler.wrapper_code import (
     UnreadableWrapper,
     by_target,
-    call_body,
     dtype_of,
     flatten,
+    function_bodies,
     method_chain,
+    nodes_of_bodies,
     op_name,
     result_of,
     takes,
@@ -37,6 +38,7 @@ from dyngran.compiler.wrapper_code import (
 from dyngran.compiler.wrapper_layouts import Layouts
 from dyngran.passes.errors import UnknownSize
 from dyngran.passes.plan import Plan
+from dyngran.passes.problem import Kind
 
 log = logging.getLogger("dyngran.accounting")
 
@@ -85,7 +87,17 @@ def wrapper_peak(account: WrapperAccount, captured: Captured, plan: Plan, measur
     except (UnreadableWrapper, UnknownSize) as error:
         log.info("generated code is not accounted for: %s", error)
         return None
-    return max(in_forward, in_backward + still_held)
+    carried = sum(value.size_bytes for value in captured.problem.values if value.kind is Kind.CARRIED)
+    return max(in_forward + carried, in_backward + still_held)
+
+
+@dataclass(slots=True)
+class _Frame:
+    """One call of a body: the list that it is given, the storages in it, and those of each result."""
+
+    list_name: str
+    operands: list[tuple[int, ...]]
+    results: Sequence[tuple[int, ...]] = ()
 
 
 class _Replay:
@@ -111,13 +123,17 @@ class _Replay:
         self._placeholders = [node for node in code.graph.graph.nodes if node.op == "placeholder"]
         self._is_backward = code.is_backward
         self._never_freed = never_freed
-        self._body = call_body(code.source)
+        self._functions = function_bodies(code.source)
+        self._highest = 0
         self._size_of: dict[int, int] = {storage: size for item in saved if item is not None for storage, size in item.items()}
         self._fresh = itertools.count(max(self._size_of, default=-1) + 1)
         self._bound: dict[str, tuple[int, ...]] = {}
         self._members: dict[str, _Tree] = {}
+        self._lists: dict[str, list[tuple[int, ...]]] = {}  # arguments of bodies, by the name of the list
+        self._frames: list[_Frame] = []
         self._layouts = Layouts(captured.device)
-        self._unused = by_target(code.graph)
+        self._unused = by_target(code.graph.graph.nodes)
+        self._in_bodies = by_target(nodes_of_bodies(code.graph))
         self._workspace = {op.name: (op_name(op.target), op.workspace_bytes) for op in captured.problem.ops}
         sizes = [value.size_bytes for value in captured.problem.values]
         self._results = {op.name: (op_name(op.target), [sizes[w] for w in op.writes if sizes[w]]) for op in captured.problem.ops}
@@ -127,11 +143,40 @@ class _Replay:
             self._like[key] = max(op.workspace_bytes, self._like.get(key, 0))
 
     def peak(self) -> int:
-        highest = 0
-        for statement in flatten(self._body):
-            workspace = self._run(statement)
-            highest = max(highest, self._live() + workspace)
-        return highest
+        self._execute(self._functions["call"])
+        return self._highest
+
+    def _execute(self, body: list[ast.stmt]) -> None:
+        for statement in flatten(body):
+            if isinstance(statement, ast.If):
+                self._branch(statement)
+            else:
+                workspace = self._run(statement)
+                self._highest = max(self._highest, self._live() + workspace)
+
+    def _branch(self, statement: ast.If) -> None:
+        """Both branches from the same state; what holds more afterwards goes on."""
+        bound, members, lists = self._bound, self._members, self._lists
+        ends = []
+        for body in (statement.body, statement.orelse):
+            self._bound, self._members, self._lists = dict(bound), dict(members), dict(lists)
+            self._execute(body)
+            ends.append((self._live(), self._bound, self._members))
+        _, self._bound, self._members = max(ends, key=lambda end: end[0])
+
+    def _run_body(self, target: str, call: ast.Call) -> None:
+        """``target = body(list)``: the list is emptied by the body, whose names die with it."""
+        name = call.args[0].id if len(call.args) == 1 and isinstance(call.args[0], ast.Name) else ""
+        if name not in self._lists:
+            raise UnreadableWrapper(ast.unparse(call))
+        outer = set(self._bound)
+        self._frames.append(_Frame(name, self._lists.pop(name)))
+        self._execute(self._functions[ast.unparse(call.func)])
+        results = self._frames.pop().results
+        for local in self._bound.keys() - outer:
+            del self._bound[local]
+        self._members[target] = list(results)
+        self._bound[target] = _leaves(self._members[target])
 
     def _live(self) -> int:
         alive = {storage for storages in self._bound.values() for storage in storages}
@@ -146,6 +191,8 @@ class _Replay:
         elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
             self._layouts.read_assertion(statement.value)
             return self._workspace_of(statement.value)
+        elif isinstance(statement, ast.Return) and isinstance(statement.value, ast.Tuple) and self._frames:
+            self._frames[-1].results = [self._evaluate("", item)[0] for item in statement.value.elts]
         elif isinstance(statement, ast.Return) and isinstance(statement.value, ast.Tuple):
             self.returned = [self._result(item) for item in statement.value.elts]
         return 0
@@ -164,11 +211,22 @@ class _Replay:
 
     def _assign(self, target: ast.expr, value: ast.expr) -> int:
         if isinstance(target, (ast.Tuple, ast.List)) and isinstance(value, ast.Name) and value.id == "args":
-            self._bind_arguments([name.id for name in target.elts if isinstance(name, ast.Name)])
+            names = [name.id for name in target.elts if isinstance(name, ast.Name)]
+            if self._frames:
+                self._bind_operands(names, self._frames[-1])
+            else:
+                self._bind_arguments(names)
             return 0
         if not isinstance(target, ast.Name):
             if isinstance(value, ast.Call):
                 raise UnreadableWrapper(f"{ast.unparse(target)} = {ast.unparse(value.func)}")
+            return 0
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in self._functions:
+            self._run_body(target.id, value)
+            return 0
+        if isinstance(value, ast.List):
+            self._lists[target.id] = [self._evaluate("", item)[0] for item in value.elts]
+            self._bound[target.id] = tuple(storage for item in self._lists[target.id] for storage in item)
             return 0
         storages, workspace = self._evaluate(target.id, value)
         self._layouts.bind(target.id, value)
@@ -197,6 +255,12 @@ class _Replay:
             self._bound[name] = storages
             if node.name in self._never_freed or torch_private.is_tangent(node):
                 self._bound[f"held {name}"] = storages
+
+    def _bind_operands(self, names: list[str], frame: _Frame) -> None:
+        if len(names) != len(frame.operands):
+            raise UnreadableWrapper(f"{len(names)} names for {len(frame.operands)} operands of a body")
+        self._bound |= dict(zip(names, frame.operands, strict=True))
+        self._bound.pop(frame.list_name, None)
 
     def _saved_tensors(self) -> Iterator[tuple[int, ...]]:
         """Storages of the tensors that forward saved, in the order in which backward takes them: forward's own, scalars left out."""
@@ -329,10 +393,12 @@ class _Replay:
 
     def _take(self, call: ast.Call) -> fx.Node | None:
         """The next node of this target that no line has been matched with; one of the same shapes if there is one."""
-        nodes = self._unused.get(target_name(ast.unparse(call.func)), [])
+        nodes = (self._in_bodies if self._frames else self._unused).get(target_name(ast.unparse(call.func)), [])
         shapes = [layout.shape if layout is not None else None for layout in self._layouts.of_arguments(call)]
         place = next((place for place, node in enumerate(nodes) if takes(node, shapes)), 0)
-        return nodes.pop(place) if nodes else None
+        if not nodes:
+            return None
+        return nodes[place] if self._frames else nodes.pop(place)  # a body may run several times
 
     def _workspace_of(self, call: ast.Call) -> int:
         """Workspace of a library call that writes into ``out`` or is made for its effect."""

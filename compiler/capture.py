@@ -12,7 +12,8 @@ from dyngran.compiler import torch_private
 from dyngran.compiler.labels import label_of, region_of
 from dyngran.compiler.loops import LoopKind, loop_kind
 from dyngran.compiler.recomputable import pin_reason
-from dyngran.compiler.storages import Storages, find_storages, planned_device, tensors_of
+from dyngran.compiler.storages import Storages, find_storages, num_elements, planned_device
+from dyngran.passes.carry import with_carried
 from dyngran.passes.problem import Kind, Op, Problem, Side, Value
 from dyngran.passes.profile_cache import Measurement
 from dyngran.passes.signature import guessed_size, symbol_bound
@@ -43,6 +44,11 @@ class Captured:
     storages: Storages
     node_info: object
     guesses: tuple[str, ...] = ()  # sentences about sizes that depend on data: what was assumed for them
+
+    def carrying(self, carried_bytes: int) -> Captured:
+        """With so many bytes of the step before live in forward."""
+        problem = with_carried(self.problem, carried_bytes)
+        return replace(self, problem=problem, nodes=(*self.nodes, *(None for _ in problem.values[len(self.nodes) :])))
 
     def values_of(self, nodes: Sequence[fx.Node]) -> frozenset[int]:
         """The planned values whose storage these nodes share."""
@@ -222,7 +228,7 @@ def _op(node: fx.Node, position: int, storages: Storages, node_info: object, cos
         never_saved=node.meta.get("recompute") in torch_private.USER_RECOMPUTES or _is_constant(node),
         fusible=kind is not LoopKind.NONE,
         reduction=kind is LoopKind.REDUCTION,
-        num_elements=_num_elements(node),
+        num_elements=num_elements(node),
     )
 
 
@@ -240,12 +246,6 @@ def _runs_in_forward(node: fx.Node, node_info: object) -> bool:
     """A forward output needs it, or it is a scalar or makes one: scalars are cheap to save and shapes depend on them."""
     is_required: bool = node_info.is_required_fw(node)  # type: ignore[attr-defined]  # torch's NodeInfo
     return is_required or torch_private.is_sym_node(node) or any(torch_private.is_sym_node(user) for user in node.users)
-
-
-def _num_elements(node: fx.Node) -> int:
-    """Iteration space: the largest tensor the op reads or makes."""
-    shapes = [t for n in (node, *node.all_input_nodes) for t in tensors_of(n.meta.get("val"))]
-    return max((torch_private.size_hint(tensor.numel()) for tensor in shapes), default=0)
 
 
 def _values(

@@ -1,4 +1,4 @@
-"""``dyngran-plan``: look at plan files. Exit code 0 if it could be done, 2 with one sentence on stderr if the input is bad."""
+"""``dyngran-plan``: look at plan files. Exit code 0, or 2 with one sentence on stderr: bad input, or output that fails."""
 
 from __future__ import annotations
 
@@ -31,12 +31,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(highlight=False, width=None if in_terminal else PIPE_COLUMNS)
     try:
         options.run(options, console)
+        sys.stdout.flush()
     except PlanFileError as error:
         print(f"dyngran-plan: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader (head, less) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
+    except OSError as error:  # a full disk, say; what cannot be read is a PlanFileError
+        _drop_output()
+        print(f"dyngran-plan: cannot write the output: {error.strerror or error}.", file=sys.stderr)
+        return 2
     return 0
+
+
+def _drop_output() -> None:
+    """Let what is still buffered go nowhere: Python writes it once more on its way out, and would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 def _show(options: argparse.Namespace, console: Console) -> None:
     document = load_plan(options.file)
     if options.json:
-        print(dump_plan(document), end="", flush=True)
+        print(dump_plan(document), end="")
         return
     decisions = sorted(document.plan.decisions, key=lambda decision: (-decision.size_bytes, decision.value))
     shown = decisions if options.all else decisions[:NUM_LARGEST]

@@ -50,7 +50,7 @@ def save_plan(path: str | os.PathLike[str], handle: Handle = None) -> Path:
     """Write the plan of a model's graph to a file that ``options={"plan": path}`` and ``dyngran-plan show`` read.
 
     Raises:
-        PlanFileError: the step consists of several graphs; a plan file holds one.
+        PlanFileError: the step consists of several graphs, and a plan file holds one; or the path cannot be written.
         NothingCompiled: nothing was planned.
     """
     graphs = registry.graphs_of(handle)
@@ -67,12 +67,8 @@ def save_plan(path: str | os.PathLike[str], handle: Handle = None) -> Path:
         torch_version=str(torch.__version__),
         device=_device_name(graph.device),
     )
-    target = Path(path)
-    try:
-        write_plan(target, document)
-    except OSError as error:
-        raise PlanFileError(f"{target} cannot be written: {error.strerror or error}.") from error
-    return target
+    write_plan(path, document)
+    return Path(path)
 
 
 def _report(graph: PlannedGraph) -> Report:

@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 BUDGET_VARIABLE = "DYNGRAN_BUDGET"
+NO_BUDGET = ("", "none")  # in that variable, in any case
 OPTION_NAMES = ("budget", "codegen", "device_profile", "guard", "keep_below", "mode", "outputs", "plan", "solver", "storage")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch.compile's
 OURS_IN_INDUCTOR = "custom_partitioner_fn"  # the door through which dyngran's own plan enters
@@ -105,7 +106,7 @@ def parse_options(options: Mapping[str, object] | None, *, mode: str | None = No
     Args:
         options: what torch.compile was given; ``{"budget": None}`` means no budget, whatever the defaults say.
         mode: the mode that torch.compile was given, if any.
-        environ: os.environ unless given; an empty variable counts as absent.
+        environ: os.environ unless given; an empty variable and "none" in any case set no limit.
 
     Raises:
         InvalidOption: a name or value that dyngran does not know; says the nearest name and the valid ones.
@@ -119,7 +120,7 @@ def parse_options(options: Mapping[str, object] | None, *, mode: str | None = No
         defaults = {name: value for name, value in defaults.items() if name in OPTION_NAMES and name != "mode"}
     merged = {**defaults, **given}
     text = (os.environ if environ is None else environ).get(BUDGET_VARIABLE, "")
-    if text.strip() and "budget" not in merged:
+    if text.strip().lower() not in NO_BUDGET and "budget" not in merged:
         return _read({**merged, "budget": text}, sources={"budget": BUDGET_VARIABLE})
     return _read(merged, sources={})
 

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dyngran.compiler.options import Codegen
 from dyngran.compiler.version import VERSION
-from dyngran.passes.errors import PlanFileError
+from dyngran.passes.errors import PlanFileError, PlanMismatch
 from dyngran.passes.plan import Action, Decision, Plan
 
 SCHEMA = 1
+APPLICABLE = (Action.KEEP, Action.RECOMPUTE)  # what this version carries out; the schema holds every action
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,7 @@ _POSITIVE = _Form("an integer of at least 1", lambda value: _is_int(value) and v
 _AMOUNT = _Form("a number of at least 0", _is_amount)
 _FRACTION = _Form("a number from 0 to 1", lambda value: _is_amount(value) and value <= 1)
 _ACTION = _Form("one of " + ", ".join(action.value for action in Action), lambda value: value in [action.value for action in Action])
+_CODEGEN = _Form("one of " + ", ".join(codegen.value for codegen in Codegen), lambda value: value in [codegen.value for codegen in Codegen])
 _LIST = _Form("a list", lambda value: isinstance(value, list))
 _SAVED = _Form(
     "a list of integers of at least 0, ascending, none twice",
@@ -91,7 +94,7 @@ _PLAN_FIELDS: Mapping[str, _Form] = {
 }
 _DOCUMENT_FIELDS: Mapping[str, _Form] = {
     **_PLAN_FIELDS,
-    "codegen": _TEXT,
+    "codegen": _CODEGEN,
     "decisions": _LIST,
     "device": _TEXT,
     "dyngran": _TEXT,
@@ -118,12 +121,20 @@ def save_plan(path: str | os.PathLike[str], document: PlanDocument) -> None:
     """Write ``document`` to ``path``: whole or not at all, whoever reads meanwhile.
 
     Raises:
-        PlanFileError: the plan holds what a plan file cannot (a time that is no number, say); nothing is written.
-        OSError: the folder cannot be written.
+        PlanFileError: the plan holds what a plan file cannot (a time that is no number, say), or the path cannot be written;
+            what stands there stays.
     """
-    target = Path(path)
     text = dump_plan(document)
-    parse_plan(text, source=str(target))
+    parse_plan(text, source=str(path))
+    try:
+        _replace_file(Path(path), text)
+    except (OSError, TypeError, ValueError) as error:  # TypeError, ValueError: no path, or one that no file can have
+        raise PlanFileError(f"plan file {str(path)!r} cannot be written: {_cause(error)}.") from error
+
+
+def _replace_file(target: Path, text: str) -> None:
+    if not target.name:
+        raise ValueError("the path names no file")
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
         with open(temporary, "x", encoding="utf-8", newline="\n") as file:
@@ -139,14 +150,35 @@ def load_plan(path: str | os.PathLike[str]) -> PlanDocument:
     """Read a plan file.
 
     Raises:
-        PlanFileError: no such file, not JSON, another schema version, or a field that is missing, unknown or wrong.
+        PlanFileError: no such file, not JSON, another schema version, a field that is missing, unknown or wrong, or decisions that do
+            not make what is saved.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path that no file can have
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise PlanFileError(f"plan file {os.fspath(path)!r} cannot be read: {reason}.") from error
+        raise PlanFileError(f"plan file {os.fspath(path)!r} cannot be read: {_cause(error)}.") from error
     return parse_plan(text, source=os.fspath(path))
+
+
+def check_applicable(document: PlanDocument, *, codegen: str, source: str | os.PathLike[str]) -> None:
+    """Refuse a plan that this version cannot carry out with ``codegen``; ``source`` names its file.
+
+    Raises:
+        PlanMismatch: the plan was made for another code generator.
+        PlanFileError: a decision has an action that is in the schema, and not built yet.
+    """
+    where = f"plan file {os.fspath(source)!r}"
+    if document.codegen != codegen:
+        raise PlanMismatch(
+            f"{where} was made for codegen {document.codegen!r}, and this graph is compiled with {codegen!r}. "
+            f"Make the plan again, or use codegen={document.codegen!r}."
+        )
+    for decision in document.plan.decisions:
+        if decision.action not in APPLICABLE:
+            raise PlanFileError(
+                f"{where}: {_named(decision)} has action {decision.action.value!r}, and dyngran {VERSION} can only "
+                f"{' or '.join(action.value for action in APPLICABLE)}. Make the plan again, or remove the option."
+            )
 
 
 def dump_plan(document: PlanDocument) -> str:
@@ -192,12 +224,14 @@ def parse_plan(text: str, *, source: str) -> PlanDocument:
         if not isinstance(decision, dict):
             raise PlanFileError(f"{place} must be a JSON object, found {_shown(decision)}.")
         _check(decision, _DECISION_FIELDS, place)
+    plan = Plan(
+        saved=frozenset(fields["saved"]),
+        decisions=tuple(Decision(**{**decision, "action": Action(decision["action"])}) for decision in fields["decisions"]),
+        **{name: fields[name] for name in _PLAN_FIELDS},
+    )
+    _check_saved(plan, where)
     return PlanDocument(
-        plan=Plan(
-            saved=frozenset(fields["saved"]),
-            decisions=tuple(Decision(**{**decision, "action": Action(decision["action"])}) for decision in fields["decisions"]),
-            **{name: fields[name] for name in _PLAN_FIELDS},
-        ),
+        plan=plan,
         fingerprint=fields["fingerprint"],
         codegen=fields["codegen"],
         torch_version=fields["torch"],
@@ -223,6 +257,30 @@ def _check(fields: dict[str, Any], forms: Mapping[str, _Form], where: str) -> No
     for name in fields:
         if name not in forms:
             raise PlanFileError(f"{where}: field {name!r} is not known in schema {SCHEMA}.")
+
+
+def _check_saved(plan: Plan, where: str) -> None:
+    """One decision for a value; what is kept is saved, what is recomputed is not, and nothing is saved without a decision."""
+    decided: set[int] = set()
+    for decision in plan.decisions:
+        is_saved = decision.value in plan.saved
+        if decision.value in decided:
+            raise PlanFileError(f"{where}: {_named(decision)} is decided twice.")
+        if decision.action is Action.KEEP and not is_saved:
+            raise PlanFileError(f"{where}: {_named(decision)} is kept by its decision, and is not in field 'saved'.")
+        if decision.action is Action.RECOMPUTE and is_saved:
+            raise PlanFileError(f"{where}: {_named(decision)} is in field 'saved', and its decision is to recompute it.")
+        decided.add(decision.value)
+    if undecided := plan.saved - decided:
+        raise PlanFileError(f"{where}: value {_shown(min(undecided))} is in field 'saved', and has no decision.")
+
+
+def _named(decision: Decision) -> str:
+    return f"value {_shown(decision.value)} ({_shown(decision.name)})"
+
+
+def _cause(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _shown(value: object) -> str:

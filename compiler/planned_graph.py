@@ -17,7 +17,7 @@ from dyngran.compiler.chain import StepChain
 from dyngran.compiler.options import Codegen, Options, Outputs
 from dyngran.compiler.partition import partition
 from dyngran.compiler.progress import Heartbeat
-from dyngran.compiler.static_memory import StaticMemory, input_kinds, measure_static, resolve_budget
+from dyngran.compiler.static_memory import Carried, StaticMemory, input_kinds, measure_static, resolve_budget
 from dyngran.compiler.store import options_key
 from dyngran.compiler.strategy import LOSS_BYTES, Strategy
 from dyngran.passes.errors import BudgetTooSmall, DyngranError, ToolMissing, format_bytes
@@ -46,14 +46,18 @@ WATCHED_CALLS = 6  # calls in which what is held is measured again: optimizer st
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What tells two compilations of one graph apart: gradients that exist already, and the values of its symbolic sizes."""
+    """What tells two compilations of one graph apart: bytes of gradients that exist already, and the values of its symbolic sizes."""
 
-    is_accumulating: bool
+    gradient_bytes: int
     sizes: tuple[int, ...]
 
     def covers(self, other: Situation) -> bool:
-        """A plan made for ``self`` keeps its budget in ``other`` too: no size is larger there."""
-        return self.is_accumulating is other.is_accumulating and all(a >= b for a, b in zip(self.sizes, other.sizes, strict=True))
+        """A plan made for ``self`` keeps its budget in ``other`` too: no more gradients exist there, and no size is larger.
+
+        A step without gradients has a plan of its own, which may be faster.
+        """
+        is_alike = bool(self.gradient_bytes) is bool(other.gradient_bytes) and self.gradient_bytes >= other.gradient_bytes
+        return is_alike and all(a >= b for a, b in zip(self.sizes, other.sizes, strict=True))
 
 
 class PlannedGraph:
@@ -80,8 +84,8 @@ class PlannedGraph:
         self._fake_inputs = torch_private.fake_inputs(module)
         self._symbols = torch_private.size_symbols(self._fake_inputs)
         self._kinds = input_kinds(inputs)
-        self._trainable = tuple(i for i, t in enumerate(inputs) if isinstance(t, torch.nn.Parameter) and t.requires_grad)
-        self._probe = self._trainable[0] if self._trainable else None
+        self._trainable = {i: _gradient_bytes(t) for i, t in enumerate(inputs) if _is_trainable(t)}
+        self._probe = next((i for i in self._trainable if isinstance(inputs[i], torch.nn.Parameter)), None)
         self._leaves: tuple[weakref.ref[torch.nn.Parameter], ...] = ()
         self._follow(inputs)
         self._rungs: dict[Situation, Callable[..., Any]] = {}
@@ -93,6 +97,8 @@ class PlannedGraph:
         self._optimizers_seen = 0
         self._held_bytes = 0
         self._reserve_bytes = 0
+        self._carried = Carried()
+        self._coming_gradient_bytes = 0
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The parameters of the latest call that are still alive."""
@@ -112,7 +118,7 @@ class PlannedGraph:
         if self._optimizers_seen != num_optimizers_seen():
             self._optimizers_seen, self._num_calls = num_optimizers_seen(), 0
         self._check_outputs()
-        if self._num_calls < WATCHED_CALLS:
+        if self._notice_carried() or self._num_calls < WATCHED_CALLS:
             self._num_calls += 1
             self._look(args)
         situation = self._situation(args)
@@ -129,8 +135,8 @@ class PlannedGraph:
         self._num_calls = 0
 
     def _situation(self, args: Sequence[Any]) -> Situation:
-        is_accumulating = any(args[position].grad is not None for position in self._trainable)
-        return Situation(is_accumulating, tuple(torch_private.size_hint(args[position]) for position in self._symbols))
+        found = sum([size for place, size in self._trainable.items() if args[place].is_leaf and args[place].grad is not None])
+        return Situation(found, tuple(torch_private.size_hint(args[position]) for position in self._symbols))
 
     def _look(self, args: Sequence[Any]) -> None:
         """Compare what is held now with what the plan assumed, and what was measured with the budget; drop rungs that no longer hold."""
@@ -142,16 +148,33 @@ class PlannedGraph:
             log.warning(REPEAT_NOTE)
             self._rungs.clear()
             return
-        held = measure_static(args, self.device).total_bytes + self.chain.bytes_before(self)
+        held = self._measure_static(args).total_bytes + self.chain.bytes_before(self)
+        newly_carried = self._newly_carried_bytes()
         overshoot = self.observer.overshoot_bytes(self.budget_bytes)
-        if self.plan.peak_bytes + held - self._held_bytes <= self.budget_bytes and overshoot <= 0:
+        if self.plan.peak_bytes + held - self._held_bytes + newly_carried <= self.budget_bytes and overshoot <= 0:
             return
         reason = f"what the step holds grew to {format_bytes(held)} from {format_bytes(self._held_bytes)}"
+        if newly_carried:
+            reason = f"{format_bytes(self._carried.planned_bytes)} that the step before returned is still held while forward runs"
         if overshoot > 0 and self.strategy is not None:
             reason = f"the step peaked {format_bytes(overshoot)} above the budget"
             self.strategy.margin_bytes += overshoot
             self.observer.forget()
         self._plan_again(reason)
+
+    def _notice_carried(self) -> bool:
+        """Look what is still held of the step before; True if it is more than ever."""
+        present_bytes = self._returned.carried_bytes()
+        is_new = present_bytes > self._carried.planned_bytes
+        self._carried = Carried(present_bytes=present_bytes, planned_bytes=max(present_bytes, self._carried.planned_bytes))
+        return is_new
+
+    def _newly_carried_bytes(self) -> int:
+        """More than the plan in force assumes to be carried."""
+        return 0 if self.strategy is None else self._carried.planned_bytes - self.strategy.carried_bytes
+
+    def _measure_static(self, tensors: Sequence[Any]) -> StaticMemory:
+        return measure_static(tensors, self.device, carried_bytes=self._carried.present_bytes)
 
     def _check_outputs(self) -> None:
         """Outputs that were planned as dropped, but are held, and may lead past the budget: plan them as held."""
@@ -178,6 +201,12 @@ class PlannedGraph:
             return []
         worth_saying = REMARKED_SHARE * (self.plan.peak_bytes - self.plan.static_bytes)
         held_bytes, dropped_bytes = self._returned.held_bytes, self._returned.dropped_bytes
+        newly_carried = self._newly_carried_bytes()
+        if newly_carried > worth_saying:
+            return [
+                f"{format_bytes(newly_carried)} that the step before returned is still held while forward runs: the peak may be higher "
+                "than predicted by that much"
+            ]
         if self.options.outputs is Outputs.DROPPED and held_bytes > worth_saying:
             return [
                 f"{format_bytes(held_bytes)} of what the model returned was held while backward ran, although options say "
@@ -191,16 +220,32 @@ class PlannedGraph:
         return []
 
     def _rung_for(self, situation: Situation, args: Sequence[Any]) -> Callable[..., Any]:
-        """The callable for a situation not met before: one whose plan covers it, else one planned and compiled now."""
+        """The callable for a situation not met before: one whose plan covers it, else one planned and compiled now, by one thread."""
+        with torch_private.compile_lock():
+            return self._rungs.get(situation) or self._new_rung(situation, args)
+
+    def _new_rung(self, situation: Situation, args: Sequence[Any]) -> Callable[..., Any]:
         for known, run in self._rungs.items():
             if known.covers(situation):
                 self._rungs[situation] = run
                 return run
+        if any(known.gradient_bytes and known.sizes == situation.sizes for known in self._rungs):
+            # gradients appear bit by bit, as in a mixture of experts: one plan for all of them instead of one for each set
+            everything = replace(situation, gradient_bytes=sum(self._trainable.values()))
+            self._coming_gradient_bytes = everything.gradient_bytes - situation.gradient_bytes
+            try:
+                self._rungs[everything] = self._compile_for(situation, args)
+                return self._rungs.setdefault(situation, self._rungs[everything])
+            except BudgetTooSmall:
+                log.info("no plan fits with every gradient held: planning for those that are")
+            finally:
+                self._coming_gradient_bytes = 0
+        return self._rungs.setdefault(situation, self._compile_for(situation, args))
+
+    def _compile_for(self, situation: Situation, args: Sequence[Any]) -> Callable[..., Any]:
         sizes = dict(zip(self._symbols.values(), situation.sizes, strict=True))
         with torch_private.tracing_again(self._fake_inputs), _kept_random_state(self.device), planned_sizes(sizes):
-            run = self._build(self._fake_inputs, args)
-        self._rungs[situation] = run
-        return run
+            return self._build(self._fake_inputs, args)
 
     def _around(self, run: torch_private.Boxed, is_backward: bool) -> torch_private.Boxed:
         """Count calls that wait for their backward, and let the observer measure."""
@@ -294,11 +339,13 @@ class PlannedGraph:
     def _plan_and_cut(
         self, joint: fx.GraphModule, num_fwd_outputs: int, static_indices: tuple[int, ...], held: Sequence[Any]
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        strategy = Strategy.of(joint, num_fwd_outputs, static_indices, self._kinds, held, self.options, earlier=self.strategy)
+        strategy = Strategy.of(
+            joint, num_fwd_outputs, static_indices, self._kinds, held, self.options, carried=self._carried, earlier=self.strategy
+        )
         self.strategy, self.device = strategy, strategy.captured.device
         self.budget_bytes = resolve_budget(self.options.budget, self.device)
-        self.static = measure_static(held, self.device)
-        self._held_bytes = self.static.total_bytes + self.chain.bytes_before(self)
+        self.static = self._measure_static(held)
+        self._held_bytes = self.static.total_bytes + self._coming_gradient_bytes + self.chain.bytes_before(self)
         self._reserve_bytes = self.chain.bytes_after(self, held) if self.budget_bytes is not None else 0
         self.plan = strategy.solve(
             self.budget_bytes, held_bytes=self._held_bytes + self._reserve_bytes, tight=self._is_repeated or self.chain.continues(self)
@@ -325,10 +372,13 @@ class PlannedGraph:
             return True
         transient_bytes = wrapper_peak(account, self.strategy.captured, self.plan, self.strategy.measure_workspace)
         if transient_bytes is None:
-            if self.options.codegen is Codegen.INDUCTOR and self.budget_bytes is not None:
+            if self.options.codegen is Codegen.EAGER or self.budget_bytes is None:
+                return True
+            if UNREAD_NOTE not in self.notes:
                 self.notes.append(UNREAD_NOTE)
                 log.warning(UNREAD_NOTE)
-            return True
+            self.strategy.is_code_read = False
+            return self.strategy.fits(self.plan)
         self.plan = self.strategy.account(self.plan, transient_bytes)
         self.observer.expect(self.device, static_bytes=self._held_bytes, peak_bytes=self.plan.peak_bytes)
         return self.strategy.fits(self.plan)
@@ -348,6 +398,15 @@ class PlannedGraph:
     def static_of(self, kinds: tuple[Kind, ...]) -> int:
         """Static bytes of these kinds when the plan was made."""
         return 0 if self.static is None else sum(self.static.bytes_by_kind.get(kind, 0) for kind in kinds)
+
+
+def _is_trainable(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad
+
+
+def _gradient_bytes(leaf: torch.Tensor) -> int:
+    """A dense gradient's; of a leaf whose size is symbolic, as large as it is in this call."""
+    return int(leaf.numel()) * leaf.element_size()
 
 
 class _kept_random_state:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from dyngran.compiler import torch_private
+from dyngran.compiler.bodies import body_workspace_bytes
 from dyngran.compiler.loops import LoopKind, loop_kind
 from dyngran.compiler.storages import storage_bytes, tensors_of
 from dyngran.passes.costs import is_matmul, roofline_us
@@ -64,7 +65,12 @@ def price_nodes(
     prices = dict(zip(profiled, profiler.measure_all([_request(node, channels_last=channels_last) for node in profiled]), strict=True))
     if measure and device.type == "cuda" and any(is_matmul(node.target) for node in nodes):
         _keep_matmul_workspace(device)
-    return [prices[node] if node in prices else _by_bytes(node, spec) for node in nodes]
+    return [_with_bodies(node, prices[node] if node in prices else _by_bytes(node, spec), device, fused=fused) for node in nodes]
+
+
+def _with_bodies(node: fx.Node, price: Measurement, device: torch.device, *, fused: bool) -> Measurement:
+    in_bodies = body_workspace_bytes(node, device, fused=fused)
+    return replace(price, workspace_bytes=price.workspace_bytes + in_bodies) if in_bodies else price
 
 
 def _keep_matmul_workspace(device: torch.device) -> None:

@@ -30,6 +30,14 @@ class StaticMemory:
         return sum(self.bytes_by_kind.values())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """Outputs of the step before that the caller holds while forward runs: now, and at most so far, which is what is planned for."""
+
+    present_bytes: int = 0
+    planned_bytes: int = 0
+
+
 def input_kinds(inputs: Sequence[Any]) -> tuple[Kind, ...]:
     """Parameter, buffer or input, by what the graph was called with: module tensors that need no gradient count as buffers."""
     return tuple(
@@ -53,8 +61,9 @@ def profiling_limit(budget: Budget | None, static: StaticMemory, device: torch.d
     return device_memory(device).free_bytes // 2 if limit is None else max(0, limit - static.total_bytes)
 
 
-def measure_static(inputs: Sequence[Any], device: torch.device) -> StaticMemory:
-    """What is held on ``device`` now, with the optimizer state that the first optimizer step will add.
+def measure_static(inputs: Sequence[Any], device: torch.device, *, carried_bytes: int = 0) -> StaticMemory:
+    """What is held on ``device`` now, with the optimizer state that the first optimizer step will add, and without ``carried_bytes``, which
+    are held now but not over the whole step.
 
     On CUDA everything the allocator handed out counts (`Kind.OTHER` is what none of the known tensors explains); on CPU, where no
     counter exists, the graph's inputs, their gradients and the state of optimizers that own its parameters.
@@ -72,7 +81,7 @@ def measure_static(inputs: Sequence[Any], device: torch.device) -> StaticMemory:
     totals[Kind.OPTIMIZER] = present + future
     allocated = device_memory(device).allocated_bytes
     if allocated is not None:
-        totals[Kind.OTHER] = max(0, allocated - sum(totals.values()) + future) + _future_workspace_bytes(device)
+        totals[Kind.OTHER] = max(0, allocated - carried_bytes - sum(totals.values()) + future) + _future_workspace_bytes(device)
     return StaticMemory(bytes_by_kind={kind: size for kind, size in totals.items() if size}, optimizer_source=source)
 
 

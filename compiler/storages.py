@@ -168,6 +168,12 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_of(item)
 
 
+def num_elements(node: fx.Node) -> int:
+    """Iteration space: the largest tensor the op reads or makes."""
+    shapes = [t for n in (node, *node.all_input_nodes) for t in tensors_of(n.meta.get("val"))]
+    return max((torch_private.size_hint(tensor.numel()) for tensor in shapes), default=0)
+
+
 def planned_device(graph: fx.Graph) -> torch.device:
     """The device that holds most of the graph's bytes."""
     totals: dict[torch.device, int] = {}

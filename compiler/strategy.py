@@ -14,10 +14,10 @@ from dyngran.compiler import torch_private
 from dyngran.compiler.accounting import Measure
 from dyngran.compiler.capture import Captured, JointGraph, capture
 from dyngran.compiler.options import Codegen, Options, Outputs
-from dyngran.compiler.planfile import load_plan
+from dyngran.compiler.planfile import check_applicable, load_plan
 from dyngran.compiler.prepare import prepare
 from dyngran.compiler.pricing import device_spec, price_nodes, workspace_meter
-from dyngran.compiler.static_memory import measure_static, profiling_limit
+from dyngran.compiler.static_memory import Carried, measure_static, profiling_limit
 from dyngran.compiler.storages import planned_device
 from dyngran.compiler.store import recall_saved, recall_transients, remember_saved, remember_transient, store_key
 from dyngran.passes.decide import decide
@@ -37,6 +37,7 @@ GUESSED_SLACK = 0.01
 SLACK_BYTES = 8 * 2**20
 REFUSAL_ROOM_BYTES = 2 * 2**20  # on CUDA, for a second try: cuBLASLt keeps 1 MiB from the first recomputed product on
 NAMED_SHARE = 0.01  # of the least peak: outputs from that size on are named in a refusal
+PART_HINT = " It is the least peak of this graph, which is a part of the step: the other parts may need more."
 LOSS_BYTES = 64  # the loss and the gradient it starts from are eager scalars
 MAX_DOUBTS = 2  # further plans whose code is generated before a refusal, where their simulations promise DOUBTED_SHARE less than is known
 DOUBTED_SHARE = 0.05
@@ -51,6 +52,7 @@ class Strategy:
         correction_bytes: by how much the generated code needs more than the simulator said, for the last plan.
         accounted: peak with the problem's static bytes by generated code, per saved set.
         num_misses: plans in a row whose generated code passed the limit although the guess did not.
+        is_code_read: False once generated code could not be accounted for: plans then stand and fall by their simulation.
     """
 
     def __init__(self, captured: Captured, options: Options, mark: str) -> None:
@@ -64,6 +66,7 @@ class Strategy:
         self.num_doubts = 0
         self._meter: Measure | None = None
         self.num_misses = 0
+        self.is_code_read = True
         self.store_key = store_key(mark, captured.problem, options)
         static = captured.problem.total_static_bytes
         self.accounted = {saved: static + transient for saved, transient in recall_transients(self.store_key).items()}
@@ -81,15 +84,16 @@ class Strategy:
         held: Sequence[Any],
         options: Options,
         *,
+        carried: Carried,
         earlier: Strategy | None,
     ) -> Strategy:
-        """Capture a joint graph. ``earlier`` is kept, with its planner, if the graph is still the same."""
+        """Capture a joint graph. ``earlier`` is kept, with its planner, if the graph and what is carried are still the same."""
         fused = options.codegen is Codegen.INDUCTOR
         channels_last = fused and torch_private.lays_out_channels_last(joint)
         prepare(joint, num_fwd_outputs, channels_last=channels_last)
         device = planned_device(joint.graph)
         spec = device_spec(device, options.device_profile)
-        static = measure_static(held, device)
+        static = measure_static(held, device, carried_bytes=carried.present_bytes)
         limit = profiling_limit(options.budget, static, device)
         captured = capture(
             JointGraph(module=joint, num_fwd_outputs=num_fwd_outputs, static_input_indices=static_indices, input_kinds=kinds),
@@ -110,8 +114,9 @@ class Strategy:
             keep_below_bytes=options.keep_below,
             holds_outputs=options.outputs is Outputs.HELD,
         )
-        mark = fingerprint(captured.problem)
-        if earlier is not None and earlier.fingerprint == mark:
+        mark = fingerprint(captured.problem)  # of the graph alone: a plan file serves whatever a loop holds
+        captured = captured.carrying(carried.planned_bytes)
+        if earlier is not None and earlier.fingerprint == mark and earlier.carried_bytes == carried.planned_bytes:
             earlier.captured = captured
             return earlier
         return cls(captured, options, mark)
@@ -124,6 +129,11 @@ class Strategy:
         if self._meter is None:
             self._meter = workspace_meter(device, device_spec(device, None))
         return self._meter(target, args)
+
+    @property
+    def carried_bytes(self) -> int:
+        """What the plan assumes to be held of the step before while forward runs."""
+        return sum(value.size_bytes for value in self.problem.values if value.kind is Kind.CARRIED)
 
     @property
     def problem(self) -> Problem:
@@ -155,7 +165,7 @@ class Strategy:
                 budget_bytes=budget_bytes or 0,
                 least_peak_bytes=error.least_peak_bytes + extra + self.refusal_room_bytes,
                 pinned=error.pinned,
-                hint=error.hint + self.hint_of_outputs(error.least_peak_bytes),
+                hint=error.hint + (PART_HINT if tight else self.hint_of_outputs(error.least_peak_bytes)),
             ) from None
         return replace(plan, budget_bytes=budget_bytes, peak_bytes=self._peak_of(plan.saved) + extra, static_bytes=held_bytes)
 
@@ -228,7 +238,7 @@ class Strategy:
         What generated code of one plan needed beyond its simulation says little of another's, and a refusal must say what is true.
         """
         unknown = sorted((one for one in outcomes if one.saved not in self.accounted), key=lambda one: one.peak_bytes)
-        if self.problem.fused and unknown:
+        if self.problem.fused and self.is_code_read and unknown:
             hopeful = [one for one in unknown if one.peak_bytes <= limit]
             if hopeful:
                 is_half_way = self.num_probes % 2 == 0 and len(hopeful) > 2
@@ -243,8 +253,29 @@ class Strategy:
             budget_bytes=limit,
             least_peak_bytes=self.need_of(best.saved),
             pinned=self.pinned_at_peak(best.saved),
-            hint=self.planner.hint(limit, best),
+            hint=self.planner.hint(limit, best) + self._hint_of_carried(best),
         )
+
+    def _hint_of_carried(self, best: Outcome) -> str:
+        """What a loop needs that binds the model's outputs to a name until the next call has returned new ones."""
+        if self.carried_bytes:
+            return (
+                f" {format_bytes(self.carried_bytes)} that the step before returned is still held while forward runs: delete it before the "
+                "model is called again."
+            )
+        outputs_bytes = self._outputs_bytes()
+        timeline = self.simulator.timeline(best.saved)
+        in_forward = max(timeline.live_bytes[: timeline.num_forward], default=0) + outputs_bytes
+        beyond_bytes = in_forward - (best.peak_bytes - self.problem.total_static_bytes)
+        if beyond_bytes <= NAMED_SHARE * best.peak_bytes:
+            return ""
+        return (
+            f" A loop that holds what the model returns ({format_bytes(outputs_bytes)}) until the next call has returned may need "
+            f"{format_bytes(beyond_bytes)} more: delete it before the next call."
+        )
+
+    def _outputs_bytes(self) -> int:
+        return sum(self.problem.values[value].size_bytes for value in self.problem.forward_outputs)
 
     def _promising(self, unknown: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Outcome | None:
         """A plan without code that may need less than every plan with code: the least simulated one; then, where code needs far more than
@@ -266,6 +297,7 @@ class Strategy:
     def _from_file(self, limit: int | None) -> Plan:
         assert self.options.plan is not None
         document = load_plan(self.options.plan)
+        check_applicable(document, codegen=self.options.codegen.value, source=self.options.plan)
         if document.fingerprint != self.fingerprint:
             raise PlanMismatch(
                 f"{self.options.plan} was made for another graph (fingerprint {document.fingerprint[:12]}, this one is "
@@ -300,7 +332,7 @@ class Strategy:
 
     def hint_of_outputs(self, least_peak_bytes: int) -> str:
         """What a loop that drops the model's outputs can do, where they are planned as held and matter."""
-        outputs_bytes = sum(self.problem.values[value].size_bytes for value in self.problem.forward_outputs)
+        outputs_bytes = self._outputs_bytes()
         if outputs_bytes < NAMED_SHARE * least_peak_bytes or self.options.plan is not None:
             return ""
         return (

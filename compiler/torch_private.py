@@ -460,6 +460,13 @@ def tracing_again(inputs: Sequence[Any]) -> Iterator[None]:
         yield
 
 
+def compile_lock() -> contextlib.AbstractContextManager[object]:
+    """The lock that Dynamo holds while it compiles: tracing changes state that all threads share. Its holder may take it again."""
+    from torch._dynamo.convert_frame import compile_lock as lock
+
+    return lock
+
+
 @contextlib.contextmanager
 def plain_dispatch() -> Iterator[None]:
     """Operators run on real tensors as they are: no fake tensors, tracing, autocast, default device or function mode of this thread's."""

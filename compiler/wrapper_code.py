@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,19 +17,19 @@ class UnreadableWrapper(Exception):
     """The wrapper does something that the replay does not know; the simulator's prediction stays."""
 
 
-def call_body(source: str) -> list[ast.stmt]:
-    """Statements of the wrapper's ``call``; the last definition of that name is the one that runs."""
-    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name == "call"]
-    if not found:
+def function_bodies(source: str) -> dict[str, list[ast.stmt]]:
+    """Statements of the wrapper's functions: ``call`` and the bodies of higher-order operators. Of one name the last definition runs."""
+    found = {node.name: node.body for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
+    if "call" not in found:
         raise UnreadableWrapper("no function named call")
-    return found[-1].body
+    return found
 
 
 def flatten(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     for statement in body:
         if isinstance(statement, ast.With):
             yield from flatten(statement.body)
-        elif isinstance(statement, (ast.If, ast.For, ast.While, ast.Try)):
+        elif isinstance(statement, (ast.For, ast.While, ast.Try)):
             raise UnreadableWrapper(type(statement).__name__)
         else:
             yield statement
@@ -71,16 +71,23 @@ def _name_of(node: fx.Node) -> str | None:
     return None
 
 
-def by_target(module: fx.GraphModule) -> dict[str, list[fx.Node]]:
+def by_target(nodes: Iterable[fx.Node]) -> dict[str, list[fx.Node]]:
     """Calls by the operator that the wrapper names: for an operator that Inductor put into a body to keep its order, that one."""
     found: dict[str, list[fx.Node]] = {}
-    for node in module.graph.nodes:
+    for node in nodes:
         name = _name_of(node)
         if name == "control_deps":
             name = _name_of(inner) if (inner := _inner(node)) is not None else None
         if name is not None:
             found.setdefault(name, []).append(node)
     return found
+
+
+def nodes_of_bodies(module: fx.GraphModule) -> Iterator[fx.Node]:
+    """Nodes of the graphs that a graph's higher-order operators run, however deep."""
+    for child in module.modules():
+        if child is not module and isinstance(child, fx.GraphModule):
+            yield from child.graph.nodes
 
 
 def _inner(node: fx.Node) -> fx.Node | None:

@@ -154,13 +154,14 @@ _DRIVER_NAMES = (
 
 
 def find_device(name: str) -> DeviceSpec:
-    """The spec of that name (case and punctuation do not matter). Raises `InvalidOption` with the nearest known name."""
+    """The spec of that name (case and punctuation do not matter). Raises `InvalidOption` with the nearest known name, if one is near."""
     wanted = _plain(name)
     for spec in DEVICES.values():
         if _plain(spec.name) == wanted:
             return spec
-    near = difflib.get_close_matches(name.lower(), DEVICES, n=1, cutoff=0.0)
-    raise InvalidOption(f"no device is called {name!r}; did you mean {near[0]!r}? Known devices: {', '.join(DEVICES)}.")
+    near = difflib.get_close_matches(name.lower(), DEVICES, n=1)
+    guess = f" (did you mean {near[0]!r}?)" if near else ""
+    raise InvalidOption(f"no device is called {name!r}{guess}. Known devices: {', '.join(DEVICES)}.")
 
 
 def match_device(torch_device_name: str) -> DeviceSpec | None:

@@ -31,6 +31,7 @@ class Kind(Enum):
     OUTPUT = "output"
     GRADIENT = "gradient"
     TEMPORARY = "temporary"
+    CARRIED = "outputs of the step before"  # held by the caller until forward has returned new ones
 
     @property
     def is_static(self) -> bool:

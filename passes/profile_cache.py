@@ -48,7 +48,7 @@ def default_cache_dir() -> Path:
     """``$DYNGRAN_CACHE_DIR``, else ``$XDG_CACHE_HOME/dyngran``, else ``~/.cache/dyngran``."""
     own = os.environ.get("DYNGRAN_CACHE_DIR")
     if own:
-        return Path(own)
+        return Path(os.path.expanduser(own))  # "~/x" reaches us where no shell has expanded it
     return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "dyngran"
 
 

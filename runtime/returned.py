@@ -23,6 +23,7 @@ class ReturnedOutputs:
         self._has_ended = False
         self._made: tuple[int, ...] | None = None  # positions of outputs that are not inputs, the same in every call
         self._open: list[list[tuple[StorageWeakRef, int]]] = []
+        self._latest: list[tuple[StorageWeakRef, int]] = []
 
     def watch(self, outputs: Sequence[object], inputs: Iterable[object]) -> None:
         """A forward returned ``outputs``; those that lie in the memory of ``inputs`` are the caller's own."""
@@ -35,17 +36,26 @@ class ReturnedOutputs:
         found = {storage.data_ptr(): storage for storage in storages}
         watched = [(StorageWeakRef(one), one.nbytes()) for one in found.values()]  # type: ignore[no-untyped-call]  # torch gives it no types
         self._open = [*self._open[-1:], watched]
+        self._latest = watched
+
+    def carried_bytes(self) -> int:
+        """Of what the latest forward returned, what is still held although its backward has ended: it lives while the next forward runs."""
+        return 0 if self._open else _held_bytes(self._latest)
 
     def end_backward(self) -> None:
         """A backward has ended. It tells something only if it is that of the one forward since the last."""
         latest, self._open = self._open, []
         if len(latest) != 1:
             return
-        held = sum(size for storage, size in latest[0] if not _is_gone(storage))
+        held = _held_bytes(latest[0])
         dropped = sum(size for _, size in latest[0]) - held
         self.held_bytes = max(self.held_bytes, held)
         self.dropped_bytes = min(self.dropped_bytes, dropped) if self._has_ended else dropped
         self._has_ended = True
+
+
+def _held_bytes(watched: Sequence[tuple[StorageWeakRef, int]]) -> int:
+    return sum(size for storage, size in watched if not _is_gone(storage))
 
 
 def _is_gone(storage: StorageWeakRef) -> bool:

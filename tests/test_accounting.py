@@ -437,7 +437,7 @@ GOOD = "buf0 = empty_strided_cpu((256, ), (1, ), torch.float32)"
 @pytest.mark.parametrize(
     "line",
     [
-        "if primals_1 is None: pass",
+        "while primals_1 is None: pass",
         "for i in range(3): pass",
         "buf0 = empty_strided_cpu((u0, ), (1, ), torch.float32)",
         "buf0 = empty_strided_cpu(shape, (1, ), torch.float32)",
@@ -452,6 +452,31 @@ GOOD = "buf0 = empty_strided_cpu((256, ), (1, ), torch.float32)"
 def test_a_wrapper_that_cannot_be_read_gives_no_number(line: str) -> None:
     assert forward_peak(f"primals_1, = args\n{GOOD}\nreturn (buf0, )") == KIB
     assert forward_peak(f"primals_1, = args\n{line}\nreturn (buf0, )") is None
+
+
+def new_buffer(name: str, num_kib: int) -> str:
+    return f"{name} = empty_strided_cpu(({256 * num_kib}, ), (1, ), torch.float32)"
+
+
+def test_the_branch_that_needs_more_counts_and_what_it_leaves_goes_on() -> None:
+    def body(first_kib: int, second_kib: int) -> str:
+        branches = f"if primals_1.item():\n    {new_buffer('buf0', first_kib)}\nelse:\n    {new_buffer('buf0', second_kib)}\n"
+        return f"primals_1, = args\n{branches}{new_buffer('buf1', 1)}\nreturn (buf0, buf1)"
+
+    assert forward_peak(body(2, 8)) == forward_peak(body(8, 2)) == 9 * KIB
+
+
+@pytest.mark.parametrize(("is_emptied", "peak_kib"), [(True, 2 + 4 + 2), (False, 2 + 1 + 4 + 2)])
+def test_a_body_takes_over_its_operands_and_its_names_die_with_it(is_emptied: bool, peak_kib: int) -> None:
+    """The operand dies in the body where the caller has deleted it; only the result outlives the body, which runs twice."""
+    inside = f"    operand, = args\n    args.clear()\n    {new_buffer('inner', 4)}\n    del operand\n    {new_buffer('result', 2)}\n    return (result, )"
+    call = "operands = [buf0, ]\n" + ("del buf0\n" if is_emptied else "") + "out = body_0(operands)\nbuf1 = out[0]\ndel out\n"
+    outside = f"primals_1, = args\n{new_buffer('buf0', 1)}\n{call}{new_buffer('buf0', 1)}\n{call}return (buf1, )"
+    written = code(outside, graph_of({"primals_1": kib(100)}), is_backward=False)
+    account = WrapperAccount()
+    account.add(replace(written, source=f"def body_0(args):\n{inside}\n\n{written.source}"))
+    account.add(NO_BACKWARD)
+    assert wrapper_peak(account, captured_of(EMPTY), plan_of()) == peak_kib * KIB  # the first call's result is live in the second
 
 
 def test_what_makes_no_buffer_is_passed_over() -> None:

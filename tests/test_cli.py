@@ -52,6 +52,10 @@ DOCUMENT = PlanDocument(
 )
 
 
+def plan_of(*decisions: Decision) -> Plan:
+    return replace(PLAN, decisions=decisions, saved=frozenset(one.value for one in decisions if one.action is not Action.RECOMPUTE))
+
+
 @pytest.fixture
 def plan_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("COLUMNS", "160")
@@ -92,7 +96,7 @@ def test_lines_are_not_folded_where_no_terminal_is(
 ) -> None:
     monkeypatch.delenv("COLUMNS")
     reason = "a reason that is a good deal longer than what a row of eighty columns leaves for one of its six cells"
-    save_plan(plan_file, replace(DOCUMENT, plan=replace(PLAN, decisions=(replace(DECISIONS[0], reason=reason),))))
+    save_plan(plan_file, replace(DOCUMENT, plan=plan_of(replace(DECISIONS[0], reason=reason))))
     assert main(["show", plan_file]) == 0
     assert reason in capsys.readouterr().out
 
@@ -113,7 +117,7 @@ def test_show_json_is_the_document(plan_file: str, capsys: pytest.CaptureFixture
 def test_text_of_a_plan_file_is_printed_as_it_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     steering = replace(DECISIONS[0], name="[bold]x[/oops]", reason="\x1b[2Jgone", label="")
     path = tmp_path / "plan.json"
-    save_plan(path, replace(DOCUMENT, plan=replace(PLAN, decisions=(steering,), truncated=True, budget_bytes=None)))
+    save_plan(path, replace(DOCUMENT, plan=replace(plan_of(steering), truncated=True, budget_bytes=None)))
     assert main(["show", str(path)]) == 0
     printed = capsys.readouterr().out
     assert "[bold]x[/oops]" in printed
@@ -127,7 +131,7 @@ def test_parameters_of_an_action_are_shown(tmp_path: Path, capsys: pytest.Captur
         replace(DECISIONS[0], action=Action.SLICE, dimension=0, fraction=0.5),
         replace(DECISIONS[1], action=Action.NARROW, format="bf16"),
     )
-    save_plan(tmp_path / "plan.json", replace(DOCUMENT, plan=replace(PLAN, decisions=decisions)))
+    save_plan(tmp_path / "plan.json", replace(DOCUMENT, plan=plan_of(*decisions)))
     assert main(["show", str(tmp_path / "plan.json")]) == 0
     printed = capsys.readouterr().out
     assert "slice dim 0, 50%" in printed
@@ -137,7 +141,8 @@ def test_parameters_of_an_action_are_shown(tmp_path: Path, capsys: pytest.Captur
 def test_diff(plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other.json"
     kept = replace(DECISIONS[1], action=Action.KEEP, recompute_us=0.0)
-    plan = replace(PLAN, peak_bytes=1002 * MIB, saved_bytes=67 * MIB, time_us=4990.0, num_recomputed=27, decisions=(kept, *DECISIONS[2:]))
+    plan = plan_of(kept, *DECISIONS[2:])
+    plan = replace(plan, peak_bytes=1002 * MIB, saved_bytes=67 * MIB, time_us=4990.0, num_recomputed=27)
     save_plan(other, replace(DOCUMENT, plan=plan, device="NVIDIA H200"))
     assert main(["diff", plan_file, str(other)]) == 0
     printed = capsys.readouterr().out
@@ -194,12 +199,25 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"dyngran-plan {VERSION}\n"
 
 
+def in_a_process(arguments: list[str], stdout: int) -> subprocess.CompletedProcess[str]:
+    script = "import sys; from dyngran.compiler.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, cwd=Path(arguments[-1]).parent, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+
+
 @pytest.mark.parametrize("arguments", [["show"], ["show", "--json"]])
 def test_a_reader_that_leaves_early_sees_no_traceback(plan_file: str, arguments: list[str]) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
-    script = "import sys; from dyngran.compiler.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", script, *arguments, plan_file]
-    done = subprocess.run(command, cwd=Path(plan_file).parent, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
+    done = in_a_process([*arguments, plan_file], write_end)
     os.close(write_end)
     assert done.stderr == ""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+@pytest.mark.parametrize("arguments", [["show"], ["show", "--json"], ["diff", "."]])
+def test_output_that_cannot_be_written_is_one_sentence_and_exit_code_2(plan_file: str, arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = in_a_process([plan_file if word == "." else word for word in [*arguments, plan_file]], full.fileno())
+    assert done.stderr == "dyngran-plan: cannot write the output: No space left on device.\n"
+    assert done.returncode == 2

@@ -208,6 +208,12 @@ def test_a_graph_break_in_the_middle() -> None:
     assert peak_of(step, module, x) <= budget_bytes < free_bytes
 
 
+def test_a_refusal_before_a_graph_break_says_that_it_speaks_of_a_part() -> None:
+    with pytest.raises(BudgetTooSmall, match="a part of the step") as refusal:
+        compiled(make(broken=True), budget=1)(batch())
+    assert "'outputs': 'dropped'" not in str(refusal.value), "what is handed over a break is nothing that the model returns"
+
+
 def test_a_graph_break_inside_of_a_loop_is_no_silent_overrun() -> None:
     """Dynamo compiles the loop's body as a graph of its own, and one step calls it several times: no plan knows how often."""
     module, other, x = make(shattered=True), make(shattered=True), batch()

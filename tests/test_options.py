@@ -210,6 +210,12 @@ def test_only_the_budget_comes_from_the_environment() -> None:
     assert parse_options({"budget": 5}, environ={"DYNGRAN_BUDGET": "lots"}).budget == Budget.parse(5)
 
 
+@pytest.mark.parametrize("written", ["none", "None", " NONE "])
+def test_none_in_the_environment_sets_no_limit(written: str) -> None:
+    assert parse_options(None, environ={"DYNGRAN_BUDGET": written}) == Options()
+    assert parse_options({"budget": 5}, environ={"DYNGRAN_BUDGET": written}).budget == Budget.parse(5)
+
+
 def test_the_process_environment_is_read_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DYNGRAN_BUDGET", "7GiB")
     assert parse_options(None).budget == Budget.parse(7 * GIB)

@@ -8,12 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from problems import problems
+from torch import nn
 
-from dyngran.compiler.planfile import PlanDocument, dump_plan, load_plan, parse_plan, save_plan
-from dyngran.passes.errors import PlanFileError
+import dyngran
+from dyngran.compiler.options import Codegen
+from dyngran.compiler.planfile import PlanDocument, check_applicable, dump_plan, load_plan, parse_plan, save_plan
+from dyngran.passes.decide import decide
+from dyngran.passes.errors import PlanFileError, PlanMismatch
 from dyngran.passes.plan import Action, Decision, Plan
+from dyngran.passes.problem import Problem
+from dyngran.passes.simulate import Simulator
 
 COUNTS = st.integers(0, 2**50)
 AMOUNTS = st.floats(0, 1e12, allow_nan=False)
@@ -34,8 +42,8 @@ DECISIONS = st.builds(
 PLANS = st.builds(
     Plan,
     budget_bytes=st.none() | st.integers(1, 2**50),
-    saved=st.frozensets(COUNTS, max_size=6),
-    decisions=st.lists(DECISIONS, max_size=4).map(tuple),
+    saved=st.just(frozenset()),
+    decisions=st.lists(DECISIONS, max_size=6, unique_by=lambda decision: decision.value).map(tuple),
     peak_bytes=COUNTS,
     static_bytes=COUNTS,
     saved_bytes=COUNTS,
@@ -46,8 +54,11 @@ PLANS = st.builds(
     solver=TEXTS,
     order=TEXTS,
     truncated=st.booleans(),
+).map(lambda plan: replace(plan, saved=frozenset(one.value for one in plan.decisions if one.action is not Action.RECOMPUTE)))
+CODEGENS = st.sampled_from([codegen.value for codegen in Codegen])
+DOCUMENTS = st.builds(
+    PlanDocument, plan=PLANS, fingerprint=TEXTS, codegen=CODEGENS, torch_version=TEXTS, device=TEXTS, dyngran_version=TEXTS
 )
-DOCUMENTS = st.builds(PlanDocument, plan=PLANS, fingerprint=TEXTS, codegen=TEXTS, torch_version=TEXTS, device=TEXTS, dyngran_version=TEXTS)
 
 PLAN = Plan(
     budget_bytes=100,
@@ -55,6 +66,7 @@ PLAN = Plan(
     decisions=(
         Decision(value=1, name="mm", action=Action.KEEP, reason="dear to compute", size_bytes=32, label="layer 0"),
         Decision(value=2, name="relu", action=Action.RECOMPUTE, reason="cheap", size_bytes=64, recompute_us=1.5),
+        Decision(value=3, name="sum", action=Action.KEEP, reason="the caller holds it anyway", size_bytes=8),
     ),
     peak_bytes=96,
     static_bytes=16,
@@ -74,7 +86,9 @@ GOLDEN = """{
   {"action": "keep", "dimension": null, "format": null, "fraction": null, "label": "layer 0", "name": "mm", \
 "reason": "dear to compute", "recompute_us": 0.0, "size_bytes": 32, "value": 1},
   {"action": "recompute", "dimension": null, "format": null, "fraction": null, "label": "", "name": "relu", \
-"reason": "cheap", "recompute_us": 1.5, "size_bytes": 64, "value": 2}
+"reason": "cheap", "recompute_us": 1.5, "size_bytes": 64, "value": 2},
+  {"action": "keep", "dimension": null, "format": null, "fraction": null, "label": "", "name": "sum", \
+"reason": "the caller holds it anyway", "recompute_us": 0.0, "size_bytes": 8, "value": 3}
  ],
  "device": "cpu",
  "dyngran": "0.1.0",
@@ -132,7 +146,7 @@ def test_a_plan_that_no_file_can_hold_is_not_written(tmp_path: Path, time_us: fl
 
 WRONG: dict[str, list[Any]] = {
     "budget_bytes": ["8GiB", 0, True, 1.5],
-    "codegen": [None, 1],
+    "codegen": [None, 1, "", "tvm", "Inductor"],
     "decisions": [{}, None, [1], [{}]],
     "device": [1],
     "dyngran": [None],
@@ -224,6 +238,79 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     for path in (tmp_path / "none.json", tmp_path, "a\0b"):
         with pytest.raises(PlanFileError, match="cannot be read"):
             load_plan(path)
+
+
+def changed(position: int, **fields: Any) -> tuple[Decision, ...]:
+    return tuple(replace(one, **fields) if index == position else one for index, one in enumerate(PLAN.decisions))
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (replace(PLAN, saved=frozenset({3})), """value 1 ("mm") is kept by its decision, and is not in field 'saved'"""),
+        (replace(PLAN, saved=frozenset({1, 2, 3})), """value 2 ("relu") is in field 'saved', and its decision is to recompute it"""),
+        (replace(PLAN, saved=frozenset({1, 3, 10**9, 7})), "value 7 is in field 'saved', and has no decision"),
+        (replace(PLAN, decisions=PLAN.decisions[:2]), "value 3 is in field 'saved', and has no decision"),
+        (replace(PLAN, decisions=changed(2, value=1)), 'value 1 ("sum") is decided twice'),
+    ],
+)
+def test_a_file_whose_decisions_do_not_make_what_is_saved_is_refused(tmp_path: Path, plan: Plan, said: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(dump_plan(replace(DOCUMENT, plan=plan)))
+    with pytest.raises(PlanFileError) as caught:
+        load_plan(path)
+    assert str(caught.value) == f"plan file {str(path)!r}: {said}."
+
+
+@given(problem=problems(), data=st.data())
+def test_whatever_is_decided_can_be_written_and_applied(problem: Problem, data: st.DataObject) -> None:
+    """Small values, pinned ones, outputs, inputs and what the user checkpoints included; for both code generators."""
+    simulator = Simulator(problem)
+    saved = data.draw(st.sets(st.sampled_from(range(len(problem.values)))))
+    plan = decide(simulator, simulator.evaluate(saved), budget_bytes=None, solver="test", fastest_us=0.0)
+    document = replace(DOCUMENT, plan=plan, codegen="inductor" if problem.fused else "eager")
+    again = parse_plan(dump_plan(document), source="test")
+    assert again == document
+    check_applicable(again, codegen=document.codegen, source="plan.json")
+
+
+def test_a_plan_for_the_other_code_generator_is_not_applied() -> None:
+    with pytest.raises(PlanMismatch, match=r"'plan\.json' was made for codegen 'eager', and this graph is compiled with 'inductor'"):
+        check_applicable(DOCUMENT, codegen="inductor", source=Path("plan.json"))
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+@pytest.mark.parametrize("action", [action for action in Action if action not in (Action.KEEP, Action.RECOMPUTE)])
+def test_an_action_that_is_not_built_is_read_and_not_applied(action: Action, is_saved: bool) -> None:
+    saved = PLAN.saved if is_saved else PLAN.saved - {1}
+    document = replace(DOCUMENT, plan=replace(PLAN, saved=saved, decisions=changed(0, action=action)))
+    assert parse_plan(dump_plan(document), source="test") == document
+    with pytest.raises(PlanFileError, match=rf"'plan\.json': value 1 \(\"mm\"\) has action '{action.value}'.*only keep or recompute"):
+        check_applicable(document, codegen="eager", source="plan.json")
+
+
+BAD_PATHS = ["", ".", "/", "missing/plan.json", "a\0b", "x" * 300, b"plan.json", None, 3]
+
+
+@pytest.mark.parametrize("path", BAD_PATHS)
+def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PlanFileError, match=r"^plan file .* cannot be written: .*[^.]\.$"):
+        save_plan(path, DOCUMENT)
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_face_saves_a_plan_or_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    compiled = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.GELU()), backend="dyngran", options={"codegen": "eager"})
+    compiled(torch.ones(2, 4)).sum().backward()
+    for path in ("", "missing/plan.json", str(tmp_path)):
+        with pytest.raises(PlanFileError, match="cannot be written"):
+            dyngran.save_plan(path, compiled)
+    assert os.listdir(tmp_path) == []
+    assert dyngran.save_plan("plan.json", compiled) == Path("plan.json")
+    document = load_plan("plan.json")
+    check_applicable(document, codegen="eager", source="plan.json")
 
 
 @given(text=st.text(max_size=40) | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps))

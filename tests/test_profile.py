@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 from dyngran.compiler.torch_private import plain_dispatch
-from dyngran.passes.devices import find_device
+from dyngran.passes.devices import DEVICES, find_device
+from dyngran.passes.errors import InvalidOption
 from dyngran.passes.host import measure_host_spec
 from dyngran.passes.materialize import InputPool
 from dyngran.passes.measure_cuda import with_recorded_peak
@@ -195,6 +196,16 @@ def test_the_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyP
     assert default_cache_dir() == tmp_path / "dyngran"
     monkeypatch.setenv("DYNGRAN_CACHE_DIR", str(tmp_path / "own"))
     assert default_cache_dir() == tmp_path / "own"
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("DYNGRAN_CACHE_DIR", "~/own")  # as an env file or a job description hands it over
+    assert default_cache_dir() == tmp_path / "home" / "own"
+
+
+@pytest.mark.parametrize(("name", "guess"), [("nope", ""), ("rtx490", " (did you mean 'rtx4090'?)")])
+def test_a_device_is_only_guessed_where_one_is_near(name: str, guess: str) -> None:
+    with pytest.raises(InvalidOption) as caught:
+        find_device(name)
+    assert str(caught.value) == f"no device is called {name!r}{guess}. Known devices: {', '.join(DEVICES)}."
 
 
 def test_the_host_is_measured_once(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import chain, problems, transformer
 
+from dyngran.passes.carry import with_carried
 from dyngran.passes.problem import Problem
 from dyngran.passes.simulate import Simulator
 
@@ -41,6 +42,21 @@ def test_without_fusion_peak_and_time_equal_a_naive_replay(problem: Problem, dat
     assert outcome.peak_bytes == truth.peak_bytes
     assert outcome.time_us == pytest.approx(truth.time_us)
     assert outcome.num_recomputed == truth.num_recomputed
+
+
+@settings(max_examples=100, deadline=None)
+@given(problem=problems(fused=False), carried_bytes=st.integers(0, 8), data=st.data())
+def test_what_is_carried_from_the_step_before_lies_on_all_of_forward(problem: Problem, carried_bytes: int, data: st.DataObject) -> None:
+    simulator, carrying = Simulator(problem), Simulator(with_carried(problem, carried_bytes))
+    saved = any_saved(data, simulator)
+    assert carrying.candidates == simulator.candidates
+    timeline = simulator.timeline(saved)
+    in_forward = max(timeline.live_bytes[: timeline.num_forward], default=0) + carried_bytes
+    in_backward = max(timeline.live_bytes[timeline.num_forward :], default=0)
+    outcome = carrying.evaluate(saved)
+    assert outcome.peak_bytes == problem.total_static_bytes + max(in_forward, in_backward)
+    assert outcome.peak_bytes == naive_replay(carrying.problem, saved).peak_bytes
+    assert outcome.time_us == simulator.evaluate(saved).time_us
 
 
 @pytest.mark.parametrize("fused", [False, True])

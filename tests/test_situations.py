@@ -1,0 +1,136 @@
+"""One graph in several situations: gradients that exist already, in whole or in part, and threads that meet a new one at the same time."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from measure import measured_peak
+from torch import Tensor, nn
+
+import dyngran
+from dyngran.compiler import registry
+from dyngran.compiler.planned_graph import Situation
+from dyngran.errors import BudgetTooSmall
+
+WIDTH, ROWS = 256, 128
+EAGER: dict[str, object] = {"codegen": "eager", "keep_below": 0}
+
+
+def layers(num_layers: int = 4, width: int = WIDTH) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Sigmoid()) for _ in range(num_layers)])
+
+
+def held(leaves: list[Tensor], x: Tensor) -> list[Tensor]:
+    return [x, *leaves, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def least_peak(loss: object, x: Tensor) -> int:
+    torch._dynamo.reset()
+    with pytest.raises(BudgetTooSmall) as refusal:
+        torch.compile(loss, backend="dyngran", options={**EAGER, "budget": 1})(x)  # type: ignore[call-overload]
+    torch._dynamo.reset()
+    return int(refusal.value.least_peak_bytes)
+
+
+def test_gradients_of_plain_leaf_tensors_that_appear_late_are_within_the_budget_or_refused() -> None:
+    x, leaves = torch.randn(ROWS, WIDTH), [torch.randn(WIDTH, WIDTH).div_(16).requires_grad_() for _ in range(4)]
+
+    def loss(x: Tensor) -> Tensor:
+        for leaf in leaves:
+            x = torch.sigmoid(x @ leaf)
+        return x.mean()
+
+    least_bytes = least_peak(loss, x)
+    gradients_bytes = 4 * WIDTH * WIDTH * 4
+    for room_bytes, is_enough in ((100_000, False), (gradients_bytes, True)):
+        budget_bytes = least_bytes + room_bytes
+        torch._dynamo.reset()
+        step = torch.compile(loss, backend="dyngran", options={**EAGER, "budget": budget_bytes})
+        for _ in range(8):
+            for leaf in leaves:
+                leaf.grad = None
+            step(x).backward()  # type: ignore[no-untyped-call]
+        if not is_enough:
+            with pytest.raises(BudgetTooSmall):
+                step(x)
+            continue
+        for _ in range(2):
+            assert measured_peak(lambda step=step: step(x).backward(), held(leaves, x)) <= budget_bytes  # type: ignore[misc]
+
+
+def test_gradients_that_appear_bit_by_bit_take_two_more_plans_and_stay_within_the_budget() -> None:
+    model, x = layers(6), torch.randn(ROWS, WIDTH)
+    leaves = list(model.parameters())
+    budget_bytes = least_peak(lambda x: model(x).mean(), x) + sum(leaf.numel() for leaf in leaves) * 4
+    step = torch.compile(lambda x: model(x).mean(), backend="dyngran", options={**EAGER, "budget": budget_bytes})
+    for num_kept in range(7):  # layers whose gradients of the step before are still there
+        for place, layer in enumerate(model):
+            if place >= num_kept:
+                layer.zero_grad()
+        assert measured_peak(lambda: step(x).backward(), held(leaves, x)) <= budget_bytes or num_kept == 0  # compiles at first
+    (graph,) = registry.graphs_of(model)
+    assert len({id(run) for run in graph._rungs.values()}) == 3
+    assert dyngran.explain(model).plan.static_bytes >= 2 * sum(leaf.numel() for leaf in leaves) * 4
+
+
+def test_where_all_gradients_together_never_fit_those_that_exist_are_planned_for() -> None:
+    model, x = layers(6), torch.randn(ROWS, WIDTH)
+    leaves = list(model.parameters())
+    budget_bytes = least_peak(lambda x: model(x).mean(), x) + 2 * (WIDTH * WIDTH + WIDTH) * 4
+    step = torch.compile(lambda x: model(x).mean(), backend="dyngran", options={**EAGER, "budget": budget_bytes})
+    for num_kept in range(3):
+        for place, layer in enumerate(model):
+            if place >= num_kept:
+                layer.zero_grad()
+        assert measured_peak(lambda: step(x).backward(), held(leaves, x)) <= budget_bytes or num_kept == 0
+    with pytest.raises(BudgetTooSmall):
+        step(x)  # all six
+
+
+@pytest.mark.parametrize(
+    ("known", "other", "is_covered"),
+    [
+        ((0, ()), (0, ()), True),
+        ((0, ()), (8, ()), False),
+        ((8, ()), (0, ()), False),
+        ((8, ()), (4, ()), True),
+        ((4, ()), (8, ()), False),
+        ((0, (4,)), (0, (3,)), True),
+        ((0, (4,)), (0, (5,)), False),
+    ],
+)
+def test_a_plan_covers_what_holds_no_more(known: tuple[int, tuple[int, ...]], other: tuple[int, tuple[int, ...]], is_covered: bool) -> None:
+    assert Situation(*known).covers(Situation(*other)) is is_covered
+
+
+def test_threads_may_meet_new_situations_at_the_same_time() -> None:
+    """Three models, compiled one after the other; then each thread's second step is the first with gradients, which is planned anew."""
+    x = torch.randn(32, 64)
+    models = [layers(8, 64) for _ in range(3)]
+    steps = [torch.compile(model, backend="dyngran", options={**EAGER, "budget": "100MiB"}) for model in models]
+    for step in steps:
+        step(x).sum().backward()
+    errors: list[BaseException] = []
+
+    def work(step: nn.Module) -> None:
+        try:
+            for _ in range(3):
+                step(x).sum().backward()
+        except BaseException as error:  # noqa: BLE001 - whatever a thread dies of is the finding
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(step,)) for step in steps]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    alone = layers(8, 64)
+    for _ in range(4):
+        alone(x).sum().backward()
+    for model in models:
+        for want, got in zip(alone.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, want.grad)
