@@ -469,7 +469,8 @@ def test_the_branch_that_needs_more_counts_and_what_it_leaves_goes_on() -> None:
 @pytest.mark.parametrize(("is_emptied", "peak_kib"), [(True, 2 + 4 + 2), (False, 2 + 1 + 4 + 2)])
 def test_a_body_takes_over_its_operands_and_its_names_die_with_it(is_emptied: bool, peak_kib: int) -> None:
     """The operand dies in the body where the caller has deleted it; only the result outlives the body, which runs twice."""
-    inside = f"    operand, = args\n    args.clear()\n    {new_buffer('inner', 4)}\n    del operand\n    {new_buffer('result', 2)}\n    return (result, )"
+    lines = ["operand, = args", "args.clear()", new_buffer("inner", 4), "del operand", new_buffer("result", 2), "return (result, )"]
+    inside = textwrap.indent("\n".join(lines), "    ")
     call = "operands = [buf0, ]\n" + ("del buf0\n" if is_emptied else "") + "out = body_0(operands)\nbuf1 = out[0]\ndel out\n"
     outside = f"primals_1, = args\n{new_buffer('buf0', 1)}\n{call}{new_buffer('buf0', 1)}\n{call}return (buf1, )"
     written = code(outside, graph_of({"primals_1": kib(100)}), is_backward=False)
