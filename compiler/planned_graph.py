@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from dyngran.compiler.chain import StepChain
 from dyngran.compiler.options import Codegen, Options, Outputs
 from dyngran.compiler.partition import partition
 from dyngran.compiler.progress import Heartbeat
+from dyngran.compiler.situation import Situation, existing_gradient_bytes, gradients_to_come
 from dyngran.compiler.static_memory import Carried, StaticMemory, input_kinds, measure_static, resolve_budget
 from dyngran.compiler.store import options_key
 from dyngran.compiler.strategy import LOSS_BYTES, Strategy
@@ -44,22 +45,6 @@ REMARKED_SHARE = 0.01  # of the predicted transient: outputs that are not held a
 WATCHED_CALLS = 6  # calls in which what is held is measured again: optimizer state and gradients appear during the first steps
 
 
-@dataclass(frozen=True, slots=True)
-class Situation:
-    """What tells two compilations of one graph apart: bytes of gradients that exist already, and the values of its symbolic sizes."""
-
-    gradient_bytes: int
-    sizes: tuple[int, ...]
-
-    def covers(self, other: Situation) -> bool:
-        """A plan made for ``self`` keeps its budget in ``other`` too: no more gradients exist there, and no size is larger.
-
-        A step without gradients has a plan of its own, which may be faster.
-        """
-        is_alike = bool(self.gradient_bytes) is bool(other.gradient_bytes) and self.gradient_bytes >= other.gradient_bytes
-        return is_alike and all(a >= b for a, b in zip(self.sizes, other.sizes, strict=True))
-
-
 class PlannedGraph:
     """The callable that Dynamo gets for one graph.
 
@@ -84,7 +69,7 @@ class PlannedGraph:
         self._fake_inputs = torch_private.fake_inputs(module)
         self._symbols = torch_private.size_symbols(self._fake_inputs)
         self._kinds = input_kinds(inputs)
-        self._trainable = {i: _gradient_bytes(t) for i, t in enumerate(inputs) if _is_trainable(t)}
+        self._trainable = gradients_to_come(inputs)
         self._probe = next((i for i in self._trainable if isinstance(inputs[i], torch.nn.Parameter)), None)
         self._leaves: tuple[weakref.ref[torch.nn.Parameter], ...] = ()
         self._follow(inputs)
@@ -135,8 +120,8 @@ class PlannedGraph:
         self._num_calls = 0
 
     def _situation(self, args: Sequence[Any]) -> Situation:
-        found = sum([size for place, size in self._trainable.items() if args[place].is_leaf and args[place].grad is not None])
-        return Situation(found, tuple(torch_private.size_hint(args[position]) for position in self._symbols))
+        sizes = tuple(torch_private.size_hint(args[position]) for position in self._symbols)
+        return Situation(existing_gradient_bytes(self._trainable, args), sizes)
 
     def _look(self, args: Sequence[Any]) -> None:
         """Compare what is held now with what the plan assumed, and what was measured with the budget; drop rungs that no longer hold."""
@@ -398,15 +383,6 @@ class PlannedGraph:
     def static_of(self, kinds: tuple[Kind, ...]) -> int:
         """Static bytes of these kinds when the plan was made."""
         return 0 if self.static is None else sum(self.static.bytes_by_kind.get(kind, 0) for kind in kinds)
-
-
-def _is_trainable(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad
-
-
-def _gradient_bytes(leaf: torch.Tensor) -> int:
-    """A dense gradient's; of a leaf whose size is symbolic, as large as it is in this call."""
-    return int(leaf.numel()) * leaf.element_size()
 
 
 class _kept_random_state:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import dyngran
 from dyngran.compiler import registry
-from dyngran.compiler.planned_graph import Situation
+from dyngran.compiler.situation import Situation
 from dyngran.errors import BudgetTooSmall
 
 WIDTH, ROWS = 256, 128
