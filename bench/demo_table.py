@@ -76,7 +76,8 @@ class Demo:
                 self._add_inductor(ticker, floor_bytes + int(INDUCTOR_FRACTION * way_bytes), free)
         self._console.print(self._table)
         held, floor = format_bytes(free.static_bytes), format_bytes(floor_bytes)
-        self._console.print(f"Held over the whole step: {held}. Least reachable peak: {floor}.", highlight=False)
+        way = "The way is from the least reachable peak to the peak without a budget."
+        self._console.print(f"Least reachable peak: {floor}, of which held over the whole step: {held}. {way}", highlight=False)
         if missing and not arguments.quick and arguments.codegen == "eager":
             self._console.print(f"No Inductor row: {missing}.", markup=False, highlight=False)
         if arguments.explain:

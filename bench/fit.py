@@ -28,12 +28,15 @@ from pathlib import Path
 from typing import IO
 
 import torch
-from meter import Memory, measure_busy_ms, measure_memory, summary, synchronize, wall_times_ms
-from models import CASES, Case
 from torch import Tensor, nn
 
 from dyngran.errors import DyngranError
 from dyngran.passes.errors import format_bytes
+
+sys.path[:0] = [str(Path(__file__).resolve().parent)]  # `python -P` leaves the script's own folder out
+
+from meter import Memory, measure_busy_ms, measure_memory, summary, synchronize, wall_times_ms  # noqa: E402  # found by the line above
+from models import CASES, Case  # noqa: E402
 
 ROW, ROUND = "@@row ", "@@round"  # what a worker says; it is told TIME for one round of steps, anything else to finish
 TIME = "time"

@@ -76,7 +76,7 @@ def _sentences(report: Report | StepReport) -> tuple[str, ...]:
 
 
 def _summary(report: Report | StepReport) -> Table:
-    about = "" if report.peak_is_exact else "about "
+    about = "" if report.peak_is_exact else "at least " if report.device == "cpu" else "at most "
     static_bytes = report.measured_static_bytes
     peak_bytes = report.measured_peak_bytes
     transient_bytes = None if peak_bytes is None or static_bytes is None else peak_bytes - static_bytes
@@ -135,7 +135,7 @@ def _region_table(regions: tuple[RegionRow, ...], prefix: str) -> Table:
             recompute_us=sum(row.recompute_us for row in rest),
         )
         rows.append(_region_cells(left_out))
-    columns = ("region", "actions", "saved", "recomputed", "time to recompute")
+    columns = ("region", "actions", "saved", "recomputed", "time, op by op")
     return Table(title=f"{prefix}Regions", columns=columns, align="llrrr", rows=tuple(rows))
 
 
@@ -148,7 +148,7 @@ def _value_table(largest: tuple[ValueRow, ...], prefix: str) -> Table:
     rows = tuple(
         (row.name, row.action.value, format_bytes(row.size_bytes), format_us(row.recompute_us), row.reason, row.label) for row in largest
     )
-    columns = ("value", "action", "bytes", "time to recompute", "reason", "source")
+    columns = ("value", "action", "bytes", "time, op by op", "reason", "source")
     return Table(title=f"{prefix}Largest values that backward needs", columns=columns, align="llrrll", rows=rows)
 
 

@@ -354,7 +354,7 @@ class Strategy:
         sources = Counter(op.cost_source.split(":")[0] for op in self.problem.ops)
         notes = ["costs: " + ", ".join(f"{count} {source}" for source, count in sorted(sources.items()))]
         if plan.budget_bytes is not None and plan.saved == self.free.saved:
-            notes.append(f"already under budget: torch's own partition peaks at {format_bytes(plan.peak_bytes)}, so nothing was changed")
+            notes.append("already under budget: torch's own partition fits, so nothing was changed")
         notes.extend(self.captured.guesses)
         if not self.simulator.candidates:
             notes.append("nothing crosses from forward to backward that could be recomputed: torch's own partition is used")

@@ -29,6 +29,10 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     """Import what is asked for when it is asked for: ``import dyngran`` alone stays cheap."""
     from importlib import import_module

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 class DyngranError(Exception):
     """Base class of dyngran's own errors."""
@@ -49,6 +51,14 @@ def format_bytes(num_bytes: float) -> str:
     return f"{sign}{amount:.4g} TiB"
 
 
+def format_bytes_up(num_bytes: int) -> str:
+    """As `format_bytes`, rounded up: an amount that is copied from a message is enough."""
+    unit = 1024 ** min(4, max(0, (max(num_bytes, 1).bit_length() - 1) // 10))
+    step = unit / 10 ** (4 - len(str(num_bytes // unit)))
+    rounded = format_bytes(math.ceil(num_bytes / step) * step)
+    return rounded if unit > 1 else format_bytes(num_bytes)
+
+
 def format_us(time_us: float) -> str:
     """A duration for people: three significant digits in us or ms, four in s (``12.5 ms``)."""
     amount = abs(time_us)
@@ -77,7 +87,7 @@ class BudgetTooSmall(DyngranError):
         advice = hint or "Raise the budget to the least peak or lower the batch size."
         super().__init__(
             f"budget {format_bytes(budget_bytes)} ({budget_bytes} bytes) is below the least reachable peak "
-            f"{format_bytes(least_peak_bytes)} ({least_peak_bytes} bytes). At that peak these cannot be freed: {largest}. {advice}"
+            f"{format_bytes_up(least_peak_bytes)} ({least_peak_bytes} bytes). At that peak these cannot be freed: {largest}. {advice}"
         )
 
     def __reduce__(self) -> tuple[object, tuple[int, int, tuple[tuple[str, int], ...], str]]:

@@ -9,10 +9,11 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
+from dyngran.compiler.budget import parse_bytes
 from dyngran.compiler.report import Report, StepReport, build_report
 from dyngran.compiler.report_rows import merge_alike, peak_rows
 from dyngran.compiler.report_sheet import Table
-from dyngran.passes.errors import format_us
+from dyngran.passes.errors import format_bytes_up, format_us
 from dyngran.passes.plan import Action, Decision, Plan
 from dyngran.passes.problem import Kind, Op, Problem, Side, Value
 from dyngran.passes.simulate import Simulator
@@ -106,14 +107,14 @@ Predicted beside measured
   time of a step (predicted: forward and backward)      60 us            12.3 ms
 
 Regions
-  region    actions      saved  recomputed  time to recompute
-  layers.0  keep 1       1 MiB         0 B               0 us
-  layers.1  recompute 1    0 B       1 MiB              10 us
+  region    actions      saved  recomputed  time, op by op
+  layers.0  keep 1       1 MiB         0 B            0 us
+  layers.1  recompute 1    0 B       1 MiB           10 us
 
 Largest values that backward needs
-  value  action     bytes  time to recompute  reason           source
-  a      keep       1 MiB               0 us  dearest to make  layers.0: model.py:7 relu(x)
-  b      recompute  1 MiB              10 us  10 us for 1 MiB  layers.1: model.py:7 relu(x)
+  value  action     bytes  time, op by op  reason           source
+  a      keep       1 MiB            0 us  dearest to make  layers.0: model.py:7 relu(x)
+  b      recompute  1 MiB           10 us  10 us for 1 MiB  layers.1: model.py:7 relu(x)
 
 At the predicted peak, while mul runs in backward
   kind        bytes
@@ -237,6 +238,13 @@ def test_a_step_of_two_graphs() -> None:
 def test_a_table_with_a_ragged_row_is_refused() -> None:
     with pytest.raises(ValueError, match="2 columns"):
         Table(title="t", columns=("a", "b"), align="lr", rows=(("1",),))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 1023, 1024, 49_769_116, 2**30 - 1, 2**30, 12_345_678_901, 2**40 + 1, 3 * 2**50])
+def test_bytes_that_are_rounded_up_are_enough(num_bytes: int) -> None:
+    shown_bytes = parse_bytes(format_bytes_up(num_bytes))
+    assert shown_bytes is not None
+    assert num_bytes <= shown_bytes <= num_bytes * 1.001 + 1
 
 
 @pytest.mark.parametrize(

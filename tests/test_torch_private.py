@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import operator
 import pickle
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,19 @@ def test_every_public_function_is_called_by_a_test_here() -> None:
     }
     text = Path(__file__).read_text()
     assert {name for name in public if f"torch_private.{name}(" not in text} == set()
+
+
+def test_the_compile_lock_belongs_to_one_thread_which_may_take_it_again() -> None:
+    taken: list[bool] = []
+
+    def other() -> None:
+        taken.append(torch_private.compile_lock().acquire(blocking=False))  # type: ignore[attr-defined]
+
+    with torch_private.compile_lock(), torch_private.compile_lock():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert taken == [False]
 
 
 def test_joint_graphs_have_primals_tangents_and_nothing_else_as_inputs(seen: Seen) -> None:
