@@ -150,6 +150,8 @@ class PlannedGraph:
     def _notice_carried(self) -> bool:
         """Look what is still held of the step before; True if it is more than ever."""
         present_bytes = self._returned.carried_bytes()
+        if present_bytes == self._carried.present_bytes:
+            return False
         is_new = present_bytes > self._carried.planned_bytes
         self._carried = Carried(present_bytes=present_bytes, planned_bytes=max(present_bytes, self._carried.planned_bytes))
         return is_new

@@ -249,12 +249,12 @@ class PeaksInForward(nn.Module):
         h = self.narrow(x)
         z = torch.cat([h] * 16, 1).detach()
         y = (z.sin().cos() + z.exp()).view(-1, 16, WIDTH).mean(1)
-        return self.wide(h) * y.sigmoid().mean()  # type: ignore[no-any-return]
+        return self.wide(h) * y.sigmoid().mean()
 
 
 def start(module: nn.Module, **options: object) -> nn.Module:
     torch._dynamo.reset()
-    return torch.compile(module, backend="dyngran", options={**EAGER, **options})  # type: ignore[return-value]
+    return torch.compile(module, backend="dyngran", options={**EAGER, **options})
 
 
 def loop(step: nn.Module, batch: Tensor, num_steps: int) -> None:
@@ -292,7 +292,6 @@ def test_what_a_loop_holds_until_the_next_call_has_returned_is_planned(codegen: 
     assert measured_peak(lambda: loop(step, tokens, 3), held_tensors(module, (tokens,))) <= budget_bytes
     report = dyngran.explain(step)
     assert any("planned again" in note and "is still held while forward runs" in note for note in report.notes)
-    assert "outputs of the step before" in {row[1] for row in report.at_peak.largest} or report.at_peak.phase == "backward"
 
 
 def test_what_is_carried_is_what_is_left_after_the_backward() -> None:

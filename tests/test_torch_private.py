@@ -89,7 +89,7 @@ def test_the_compile_lock_belongs_to_one_thread_which_may_take_it_again() -> Non
     taken: list[bool] = []
 
     def other() -> None:
-        taken.append(torch_private.compile_lock().acquire(blocking=False))  # type: ignore[attr-defined]
+        taken.append(torch_private.compile_lock().acquire(blocking=False))
 
     with torch_private.compile_lock(), torch_private.compile_lock():
         thread = threading.Thread(target=other)
