@@ -33,6 +33,15 @@ class Decision:
     format: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Op indices in the order in which forward and backward run them. An op may stand in both and more than once: each time its results
+    are made anew, and a reader takes the newest."""
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A complete answer to one problem and one budget.
@@ -43,6 +52,8 @@ class Plan:
         peak_bytes: predicted peak of the step, static bytes included.
         time_us: predicted device time of forward and backward; overhead_us: of which beyond the fastest known plan.
         solver: who found it; truncated: True if a safety stop cut the search short.
+        schedule: the order of every op where the plan prescribes it (values may then be made more than twice); None: the joint graph's
+            order, each recomputed value made once, just before its first reader in backward.
     """
 
     budget_bytes: int | None
@@ -58,6 +69,7 @@ class Plan:
     solver: str
     order: str = "joint graph, recompute before first reader"
     truncated: bool = False
+    schedule: Schedule | None = None
 
     @property
     def transient_bytes(self) -> int:
