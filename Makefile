@@ -14,7 +14,7 @@ export PYTHONSAFEPATH := 1
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml requirements-dev.txt
+$(STAMP): pyproject.toml setup.py requirements-dev.txt $(wildcard passes/native/*.cpp passes/native/*.h)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -c requirements-dev.txt setuptools
 	$(BIN)/python -m pip install --disable-pip-version-check -c requirements-dev.txt --no-build-isolation -e '.[dev]'

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dyngran.compiler import registry
-from dyngran.compiler.planfile import PlanDocument
+from dyngran.compiler.planfile import PlanDocument, for_file
 from dyngran.compiler.planfile import save_plan as write_plan
 from dyngran.compiler.planned_graph import PlannedGraph
 from dyngran.compiler.report import Report, StepReport, build_report
@@ -61,7 +61,7 @@ def save_plan(path: str | os.PathLike[str], handle: Handle = None) -> Path:
         )
     assert graph.plan is not None and graph.strategy is not None
     document = PlanDocument(
-        plan=graph.plan,
+        plan=for_file(graph.plan, graph.strategy.problem),
         fingerprint=graph.strategy.fingerprint,
         codegen=graph.options.codegen.value,
         torch_version=str(torch.__version__),

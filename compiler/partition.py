@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import fx
 
 from dyngran.compiler import torch_private
 from dyngran.compiler.capture import Captured
-from dyngran.passes.errors import GraphBroken
-from dyngran.passes.rewrite import delay_recompute
+from dyngran.compiler.order_rules import order_rules
+from dyngran.compiler.unroll import unroll
+from dyngran.passes.errors import GraphBroken, InvalidOption
+from dyngran.passes.order_rules import check_order
+from dyngran.passes.plan import Schedule
+from dyngran.passes.rewrite import delay_recompute, drop_unread
+from dyngran.passes.schedule import check_schedule
 
 
-def partition(captured: Captured, saved: Iterable[int]) -> tuple[fx.GraphModule, fx.GraphModule]:
+def partition(captured: Captured, saved: Iterable[int], schedule: Schedule | None = None) -> tuple[fx.GraphModule, fx.GraphModule]:
     """(forward, backward) modules for a set of saved values, random masks replayed, recompute placed before its first reader.
 
-    Raises GraphBroken if backward would read something that is neither saved nor recomputable.
+    With a ``schedule`` both run its ops in its order, as often as it says; runs whose results nobody reads are left out.
+
+    Raises GraphBroken if backward would read something that is neither saved nor recomputable, or if the schedule cannot run
+    (`check_runnable`); InvalidOption for a schedule where the code generator orders ops itself.
     """
+    if schedule is not None:
+        return _partition_scheduled(captured, frozenset(saved), schedule)
     joint = captured.joint.module
-    keep = sorted(set(saved))
-    saved_nodes = [
-        node
-        for node in joint.graph.nodes
-        if node.op == "placeholder" and torch_private.is_primal(node) and not torch_private.is_sym_node(node)
-    ]
-    saved_nodes += [node for value in keep if (node := captured.nodes[value]) is not None]
-    opaque = [node for node in saved_nodes if torch_private.is_opaque(node)]
-    saved_nodes = [node for node in saved_nodes if node not in set(opaque)]
+    saved_nodes = [node for value in sorted(set(saved)) if (node := captured.nodes[value]) is not None]
     symbols = _forward_symbols(captured)
-    forward, backward = torch_private.extract_forward_and_backward(
-        joint,
-        saved_nodes,
-        symbols,
-        opaque,
-        num_fwd_outputs=captured.joint.num_fwd_outputs,
-        static_lifetime_nodes=captured.node_info.static_lifetime_input_nodes,  # type: ignore[attr-defined]  # torch's NodeInfo
-    )
+    forward, backward = _extract(captured, joint, _saved_inputs(joint) + saved_nodes, symbols)
     _drop_unread_random(backward)
     forward, backward = _replay_random(captured, forward, backward, len(symbols))
     backward = delay_recompute(
@@ -44,6 +39,69 @@ def partition(captured: Captured, saved: Iterable[int]) -> tuple[fx.GraphModule,
     )
     _check_no_pinned_twice(captured, forward, backward)
     return torch_private.raise_getitems(forward), torch_private.raise_getitems(backward)
+
+
+def check_runnable(captured: Captured, schedule: Schedule) -> None:
+    """Raises ValueError with the first thing that keeps a schedule from running exactly on this graph: who reads what, what must run once
+    or in forward, the order of random draws and of what overwrites memory."""
+    check_schedule(captured.problem, schedule)
+    check_order(captured.problem, order_rules(captured), schedule)
+
+
+def _partition_scheduled(captured: Captured, saved: frozenset[int], schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:
+    if captured.problem.fused:
+        raise InvalidOption("this plan prescribes the order of ops, which needs codegen='eager': Inductor orders its kernels itself")
+    try:
+        check_runnable(captured, schedule)
+    except ValueError as error:
+        raise GraphBroken(f"the plan's schedule cannot run: {error}") from error
+    unrolled = unroll(captured, schedule)
+    if unplanned := unrolled.values - saved:
+        name = captured.problem.values[min(unplanned)].name
+        raise GraphBroken(f"the plan's schedule reads {name} in backward as forward made it, and the plan does not save it")
+    forward, backward = _extract(
+        captured, unrolled.module, [*_saved_inputs(unrolled.module), *unrolled.crossing], list(unrolled.symbols), unrolled.inputs
+    )
+    for module, names in ((forward, unrolled.forward), (backward, unrolled.backward)):
+        _keep_only(module, names)
+    return torch_private.raise_getitems(forward), torch_private.raise_getitems(backward)
+
+
+def _extract(
+    captured: Captured,
+    joint: fx.GraphModule,
+    saved: list[fx.Node],
+    symbols: list[fx.Node],
+    inputs: dict[fx.Node, fx.Node] | None = None,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Both graphs out of ``joint``, whose placeholders are those of the captured graph, or stand for them in ``inputs``."""
+    opaque = [node for node in saved if torch_private.is_opaque(node)]
+    static_nodes = captured.node_info.static_lifetime_input_nodes  # type: ignore[attr-defined]  # torch's NodeInfo
+    return torch_private.extract_forward_and_backward(
+        joint,
+        [node for node in saved if node not in set(opaque)],
+        symbols,
+        opaque,
+        num_fwd_outputs=captured.joint.num_fwd_outputs,
+        static_lifetime_nodes=static_nodes if inputs is None else type(static_nodes)(inputs[node] for node in static_nodes),
+    )
+
+
+def _saved_inputs(joint: fx.GraphModule) -> list[fx.Node]:
+    """The caller's tensors, which backward may read as they are."""
+    return [
+        node
+        for node in joint.graph.nodes
+        if node.op == "placeholder" and torch_private.is_primal(node) and not torch_private.is_sym_node(node)
+    ]
+
+
+def _keep_only(module: fx.GraphModule, names: Collection[str]) -> None:
+    """Extraction leaves what it takes for an effect, random draws among it, on either side: each side keeps its own."""
+    drop_unread(module.graph, is_needed=lambda node: node.name in names)
+    astray = [node.name for node in module.graph.nodes if node.op == "call_function" and node.name not in names]
+    if astray:
+        raise GraphBroken(f"{astray[0]} belongs to the other side of the schedule, and something on this side reads it")
 
 
 def _forward_symbols(captured: Captured) -> list[fx.Node]:

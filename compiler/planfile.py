@@ -7,16 +7,18 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dyngran.compiler.options import Codegen
 from dyngran.compiler.version import VERSION
 from dyngran.passes.errors import PlanFileError, PlanMismatch
-from dyngran.passes.plan import Action, Decision, Plan
+from dyngran.passes.plan import Action, Decision, Plan, Schedule
+from dyngran.passes.problem import Kind, Problem
 
 SCHEMA = 1
+BOUND_TOLERANCE = 1e-6  # of the time: bound and time are sums of the same floats in another order
 APPLICABLE = (Action.KEEP, Action.RECOMPUTE)  # what this version carries out; the schema holds every action
 
 
@@ -25,7 +27,7 @@ class PlanDocument:
     """A plan with what it was made for.
 
     Attributes:
-        plan: the decisions and their prediction.
+        plan: the decisions and their prediction; its schedule numbers the ops of the graph alone (`for_file`).
         fingerprint: of the problem (`passes.fingerprint`); codegen: "inductor" or "eager".
         torch_version, device: where it was made; dyngran_version: who made it.
     """
@@ -79,7 +81,19 @@ _SAVED = _Form(
     lambda value: isinstance(value, list) and all(map(_is_count, value)) and value == sorted(set(value)),
 )
 
+_SCHEDULE = _Form(
+    "an object of three lists of integers of at least 0, 'forward', 'backward' and 'saved', the last ascending and none twice",
+    lambda value: (
+        isinstance(value, dict)
+        and value.keys() == {"forward", "backward", "saved"}
+        and all(isinstance(part, list) and all(map(_is_count, part)) for part in value.values())
+        and _SAVED.accepts(value["saved"])
+    ),
+)
+
 _PLAN_FIELDS: Mapping[str, _Form] = {
+    "bound": _TEXT,
+    "bound_us": _AMOUNT,
     "budget_bytes": _optional(_POSITIVE),
     "num_recomputed": _COUNT,
     "order": _TEXT,
@@ -100,9 +114,11 @@ _DOCUMENT_FIELDS: Mapping[str, _Form] = {
     "dyngran": _TEXT,
     "fingerprint": _TEXT,
     "saved": _SAVED,
+    "schedule": _optional(_SCHEDULE),
     "schema": _POSITIVE,
     "torch": _TEXT,
 }
+_LATER_FIELDS: Mapping[str, Any] = {"bound": "", "bound_us": 0.0, "schedule": None}  # what files of before these fields stand for
 _DECISION_FIELDS: Mapping[str, _Form] = {
     "action": _ACTION,
     "dimension": _optional(_COUNT),
@@ -164,7 +180,7 @@ def check_applicable(document: PlanDocument, *, codegen: str, source: str | os.P
     """Refuse a plan that this version cannot carry out with ``codegen``; ``source`` names its file.
 
     Raises:
-        PlanMismatch: the plan was made for another code generator.
+        PlanMismatch: the plan was made for another code generator, or prescribes an order where Inductor orders the kernels.
         PlanFileError: a decision has an action that is in the schema, and not built yet.
     """
     where = f"plan file {os.fspath(source)!r}"
@@ -173,12 +189,39 @@ def check_applicable(document: PlanDocument, *, codegen: str, source: str | os.P
             f"{where} was made for codegen {document.codegen!r}, and this graph is compiled with {codegen!r}. "
             f"Make the plan again, or use codegen={document.codegen!r}."
         )
+    if document.plan.schedule is not None and codegen != Codegen.EAGER.value:
+        raise PlanMismatch(
+            f"{where} prescribes the order of ops, and Inductor orders its kernels itself: such a plan needs "
+            f"codegen={Codegen.EAGER.value!r}. Make the plan again, or use that code generator."
+        )
     for decision in document.plan.decisions:
         if decision.action not in APPLICABLE:
             raise PlanFileError(
                 f"{where}: {_named(decision)} has action {decision.action.value!r}, and dyngran {VERSION} can only "
                 f"{' or '.join(action.value for action in APPLICABLE)}. Make the plan again, or remove the option."
             )
+
+
+def for_file(plan: Plan, problem: Problem) -> Plan:
+    """A plan of ``problem`` as a file holds it: its schedule numbers the ops of the graph, whatever the step before left to be held."""
+    if plan.schedule is None or not _is_carrying(problem):
+        return plan
+    forward, backward = (
+        [op - 1 for op in part if 0 < op < len(problem.ops) - 1] for part in (plan.schedule.forward, plan.schedule.backward)
+    )
+    return replace(plan, schedule=replace(plan.schedule, forward=tuple(forward), backward=tuple(backward)))
+
+
+def for_problem(plan: Plan, problem: Problem) -> Plan:
+    """The reverse of `for_file`: what is held of the step before is let go of when forward has ended, as `passes.carry` has it."""
+    if plan.schedule is None or not _is_carrying(problem):
+        return plan
+    forward, backward = ([op + 1 for op in part] for part in (plan.schedule.forward, plan.schedule.backward))
+    return replace(plan, schedule=replace(plan.schedule, forward=(0, *forward, len(problem.ops) - 1), backward=tuple(backward)))
+
+
+def _is_carrying(problem: Problem) -> bool:
+    return any(value.kind is Kind.CARRIED for value in problem.values)
 
 
 def dump_plan(document: PlanDocument) -> str:
@@ -197,7 +240,13 @@ def dump_plan(document: PlanDocument) -> str:
     lines = {name: json.dumps(value) for name, value in fields.items()}
     decisions = ",\n".join(f"  {json.dumps(_decision_fields(decision), sort_keys=True)}" for decision in plan.decisions)
     lines["decisions"] = f"[\n{decisions}\n ]" if decisions else "[]"
+    lines["schedule"] = "null" if plan.schedule is None else _schedule_text(plan.schedule)
     return "{\n" + ",\n".join(f' "{name}": {lines[name]}' for name in sorted(lines)) + "\n}\n"
+
+
+def _schedule_text(schedule: Schedule) -> str:
+    parts = {"backward": schedule.backward, "forward": schedule.forward, "saved": sorted(schedule.saved)}
+    return "{\n" + ",\n".join(f'  "{name}": {json.dumps(list(part))}' for name, part in parts.items()) + "\n }"
 
 
 def _decision_fields(decision: Decision) -> dict[str, object]:
@@ -218,6 +267,7 @@ def parse_plan(text: str, *, source: str) -> PlanDocument:
             f"{where} has schema {_shown(schema)}, and dyngran {VERSION} reads schema {SCHEMA}. "
             "Make the plan again, or use the dyngran that made it."
         )
+    fields = {**_LATER_FIELDS, **fields}
     _check(fields, _DOCUMENT_FIELDS, where)
     for position, decision in enumerate(fields["decisions"]):
         place = f"{where}, decisions[{position}]"
@@ -227,9 +277,11 @@ def parse_plan(text: str, *, source: str) -> PlanDocument:
     plan = Plan(
         saved=frozenset(fields["saved"]),
         decisions=tuple(Decision(**{**decision, "action": Action(decision["action"])}) for decision in fields["decisions"]),
+        schedule=_schedule_of(fields["schedule"]),
         **{name: fields[name] for name in _PLAN_FIELDS},
     )
     _check_saved(plan, where)
+    _check_bound(plan, where)
     return PlanDocument(
         plan=plan,
         fingerprint=fields["fingerprint"],
@@ -273,6 +325,15 @@ def _check_saved(plan: Plan, where: str) -> None:
         decided.add(decision.value)
     if undecided := plan.saved - decided:
         raise PlanFileError(f"{where}: value {_shown(min(undecided))} is in field 'saved', and has no decision.")
+
+
+def _check_bound(plan: Plan, where: str) -> None:
+    if plan.bound_us > plan.time_us * (1 + BOUND_TOLERANCE):
+        raise PlanFileError(f"{where}: field 'bound_us' is {_shown(plan.bound_us)}, and the plan itself takes {_shown(plan.time_us)}.")
+
+
+def _schedule_of(parts: dict[str, list[int]] | None) -> Schedule | None:
+    return None if parts is None else Schedule(tuple(parts["forward"]), tuple(parts["backward"]), frozenset(parts["saved"]))
 
 
 def _named(decision: Decision) -> str:

@@ -351,7 +351,7 @@ class PlannedGraph:
             len(self.plan.saved),
             self.plan.num_recomputed,
         )
-        return partition(strategy.captured, self.plan.saved)
+        return partition(strategy.captured, self.plan.saved, self.plan.schedule)
 
     def _fits(self, account: WrapperAccount) -> bool:
         """Account for the generated code: the plan's prediction becomes what that code allocates."""

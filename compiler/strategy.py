@@ -14,7 +14,8 @@ from dyngran.compiler import torch_private
 from dyngran.compiler.accounting import Measure
 from dyngran.compiler.capture import Captured, JointGraph, capture
 from dyngran.compiler.options import Codegen, Options, Outputs
-from dyngran.compiler.planfile import check_applicable, load_plan
+from dyngran.compiler.partition import check_runnable
+from dyngran.compiler.planfile import check_applicable, for_problem, load_plan
 from dyngran.compiler.prepare import prepare
 from dyngran.compiler.pricing import device_spec, price_nodes, workspace_meter
 from dyngran.compiler.static_memory import Carried, measure_static, profiling_limit
@@ -25,6 +26,7 @@ from dyngran.passes.errors import BudgetTooSmall, PlanMismatch, format_bytes
 from dyngran.passes.fingerprint import fingerprint
 from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Kind, Problem
+from dyngran.passes.schedule import replay_schedule
 from dyngran.passes.simulate import Outcome, Simulator
 from dyngran.passes.solvers.portfolio import Planner
 
@@ -167,7 +169,8 @@ class Strategy:
                 pinned=error.pinned,
                 hint=error.hint + (PART_HINT if tight else self.hint_of_outputs(error.least_peak_bytes)),
             ) from None
-        return replace(plan, budget_bytes=budget_bytes, peak_bytes=self._peak_of(plan.saved) + extra, static_bytes=held_bytes)
+        peak_bytes = self._peak_of(plan.saved) if plan.schedule is None else plan.peak_bytes
+        return replace(plan, budget_bytes=budget_bytes, peak_bytes=peak_bytes + extra, static_bytes=held_bytes)
 
     def _peak_of(self, saved: frozenset[int]) -> int:
         """Peak by generated code where that is known, else the simulator's, moved by what generated code of another plan needed."""
@@ -310,6 +313,8 @@ class Strategy:
                     f"{self.options.plan}: value {decision.value} ({decision.name}) has {decision.size_bytes} bytes there and "
                     f"{sizes.get(decision.value)} here. Make the plan again, or remove the option."
                 )
+        if document.plan.schedule is not None:
+            return self._prescribed(for_problem(document.plan, self.problem), limit)
         outcome = self.planner.add(document.plan.saved, "file")
         if limit is not None and outcome.peak_bytes > limit:
             raise BudgetTooSmall(
@@ -319,6 +324,41 @@ class Strategy:
                 hint=f"The plan of {self.options.plan} needs that much: raise the budget, or remove the option to search for less.",
             )
         return self._plan_of(outcome, f"file, {document.plan.solver}")
+
+    def _prescribed(self, plan: Plan, limit: int | None) -> Plan:
+        """A file's plan that says in which order ops run, with the peak and the time that its schedule has here."""
+        assert plan.schedule is not None
+        try:
+            check_runnable(self.captured, plan.schedule)
+        except ValueError as error:
+            raise PlanMismatch(
+                f"{self.options.plan}: its schedule cannot run on this graph: {error}. Make the plan again, or remove the option."
+            ) from error
+        outcome = replay_schedule(self.problem, plan.schedule)
+        if outcome.saved != plan.saved:
+            raise PlanMismatch(
+                f"{self.options.plan}: its schedule saves {len(outcome.saved)} values, and not the {len(plan.saved)} of its field 'saved'. "
+                "Make the plan again, or remove the option."
+            )
+        if limit is not None and outcome.peak_bytes > limit:
+            raise BudgetTooSmall(
+                budget_bytes=limit,
+                least_peak_bytes=outcome.peak_bytes,
+                pinned=self.pinned_at_peak(outcome.saved),
+                hint=f"The plan of {self.options.plan} needs that much: raise the budget, or remove the option to search for less.",
+            )
+        return replace(
+            plan,
+            peak_bytes=outcome.peak_bytes,
+            saved_bytes=outcome.saved_bytes,
+            time_us=outcome.time_us,
+            overhead_us=max(0.0, outcome.time_us - self.free.time_us),
+            recompute_us=outcome.recompute_us,
+            num_recomputed=outcome.num_recomputed,
+            solver=f"file, {plan.solver}",
+            bound_us=0.0,
+            bound="",
+        )
 
     def account(self, plan: Plan, transient_bytes: int) -> Plan:
         """The plan with the peak that its generated code really needs; what that differs by moves the guess for plans without code."""
@@ -353,7 +393,7 @@ class Strategy:
         """Sentences for `explain`."""
         sources = Counter(op.cost_source.split(":")[0] for op in self.problem.ops)
         notes = ["costs: " + ", ".join(f"{count} {source}" for source, count in sorted(sources.items()))]
-        if plan.budget_bytes is not None and plan.saved == self.free.saved:
+        if plan.budget_bytes is not None and plan.saved == self.free.saved and plan.schedule is None:
             notes.append("already under budget: torch's own partition fits, so nothing was changed")
         notes.extend(self.captured.guesses)
         if not self.simulator.candidates:

@@ -195,6 +195,22 @@ def replay_random_state(
     return forward, backward
 
 
+def random_state_operators() -> tuple[HIGHER_ORDER_TYPE, HIGHER_ORDER_TYPE]:
+    """``save(op, *args)`` runs a random op and returns (the generator's state before it, its result); ``again(state, op, *args)`` runs it
+    from that state and leaves the generator as it was."""
+    from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+
+    return run_and_save_rng_state, run_with_rng_state
+
+
+def sample_random_state(node: fx.Node) -> torch.Tensor:
+    """What stands for the generator's state before a random op where only shapes count: on the CPU, whichever generator it is."""
+    value = node.meta["val"]
+    result: torch.Tensor = next(one for one in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(one, torch.Tensor))
+    state = torch.cuda.get_rng_state() if result.device.type == "cuda" else torch.get_rng_state()
+    return result.new_empty((state.numel(),), dtype=state.dtype, device=state.device)
+
+
 def is_random(node: fx.Node) -> bool:
     """True if the op draws from a generator of torch."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags

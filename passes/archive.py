@@ -9,7 +9,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from dyngran.passes.native.graph import NativeSearch
+from dyngran.passes.plan import Schedule
+from dyngran.passes.schedule import replay_schedule
 from dyngran.passes.simulate import Outcome, Simulator
+
+Proposal = frozenset[int] | Schedule  # what a solver proposes: values to save, or the order of every op
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ class Archive:
 
 
 class Judge:
-    """Simulates saved sets, each once, and archives them together and by solver. Its count of simulations is the unit of work."""
+    """Simulates proposals, each saved set once, and archives them together and by solver."""
 
     def __init__(self, simulator: Simulator, *, on_simulation: Callable[[], None] = lambda: None) -> None:
         self._on_simulation = on_simulation
@@ -66,16 +71,57 @@ class Judge:
         self.archive = Archive()
         self.by_solver: dict[str, Archive] = {}
         self.num_evaluations = 0
-        self._known: dict[frozenset[int], Outcome] = {}
+        self._known: dict[bytes, Outcome] = {}
 
     def __call__(self, saved: Iterable[int], solver: str) -> Outcome:
-        crossing = self.simulator.normalize(saved)
+        native = self.simulator.native
+        return self.judge_mask(native.mask(saved), solver)
+
+    def judge_mask(self, wished: bytes, solver: str) -> Outcome:
+        """As a call, for a mask of values (see `NativeSearch`)."""
+        native = self.simulator.native
+        crossing = native.normalize(wished)
         outcome = self._known.get(crossing)
         if outcome is None:
-            outcome = self.simulator.evaluate_normalized(crossing)
+            outcome = self.simulator.outcome_of(*native.evaluate(crossing))
             self._known[crossing] = outcome
-            self.num_evaluations += 1
-            self._on_simulation()
-            self.archive.add(Entry(outcome, solver))
-        self.by_solver.setdefault(solver, Archive()).add(Entry(outcome, solver))
+            self._count(1)
+        self._keep(outcome, solver)
         return outcome
+
+    def judge_schedule(self, schedule: Schedule, solver: str) -> Outcome:
+        """Simulate and archive a prescribed order of ops."""
+        found = replay_schedule(self.simulator.problem, schedule)
+        outcome = Outcome(
+            saved=found.saved,
+            peak_bytes=found.peak_bytes,
+            time_us=round(found.time_us, 6),
+            recompute_us=found.recompute_us,
+            saved_bytes=found.saved_bytes,
+            num_recomputed=found.num_recomputed,
+            schedule=schedule,
+        )
+        self._count(1)
+        self._keep(outcome, solver)
+        return outcome
+
+    def judge_any(self, proposal: Proposal, solver: str) -> Outcome:
+        return self.judge_schedule(proposal, solver) if isinstance(proposal, Schedule) else self(proposal, solver)
+
+    def take(self, search: NativeSearch, num_evaluations: int, solver: str) -> None:
+        """Archive what a native walk of ``num_evaluations`` plans has found."""
+        self._count(num_evaluations)
+        for crossing, found in search.take():
+            peak_bytes = self.simulator.problem.total_static_bytes + found.peak_bytes
+            best = self.by_solver.setdefault(solver, Archive()).best(peak_bytes)
+            if best is None or round(found.time_us, 6) < best.outcome.time_us:
+                self._keep(self.simulator.outcome_of(crossing, found), solver)
+
+    def _keep(self, outcome: Outcome, solver: str) -> None:
+        entry = Entry(outcome, solver)
+        self.archive.add(entry)
+        self.by_solver.setdefault(solver, Archive()).add(entry)
+
+    def _count(self, num_evaluations: int) -> None:
+        self.num_evaluations += num_evaluations
+        self._on_simulation()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dyngran.passes.bounds import Bound
 from dyngran.passes.errors import format_bytes, format_us
 from dyngran.passes.plan import Action, Decision, Plan
 from dyngran.passes.problem import Problem, Side
@@ -16,6 +17,7 @@ def decide(
     solver: str,
     fastest_us: float,
     truncated: bool = False,
+    bound: Bound | None = None,
 ) -> Plan:
     """The plan of an outcome. ``fastest_us`` is the time of the fastest plan known, from which overhead is counted."""
     problem = simulator.problem
@@ -32,6 +34,9 @@ def decide(
         num_recomputed=outcome.num_recomputed,
         solver=solver,
         truncated=truncated,
+        schedule=outcome.schedule,
+        bound_us=bound.time_us if bound else 0.0,
+        bound=bound.proof if bound else "",
     )
 
 
@@ -53,7 +58,10 @@ def recompute_cost_us(problem: Problem, value: int, saved: frozenset[int]) -> fl
 
 def _decisions(simulator: Simulator, outcome: Outcome) -> tuple[Decision, ...]:
     problem = simulator.problem
-    forward, backward = simulator.schedule(outcome.saved)
+    if outcome.schedule is not None:
+        forward, backward = list(outcome.schedule.forward), list(dict.fromkeys(outcome.schedule.backward))
+    else:
+        forward, backward = simulator.schedule(outcome.saved)
     ran = set(forward)
     decisions = [_keep(problem, value, outcome.saved) for value in outcome.saved]
     candidates = set(simulator.candidates)

@@ -36,10 +36,15 @@ class Decision:
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """Op indices in the order in which forward and backward run them. An op may stand in both and more than once: each time its results
-    are made anew, and a reader takes the newest."""
+    are made anew, and a reader takes the newest.
+
+    ``saved`` are values whose copy from forward backward reads even where an op that ran again for a sibling made a newer one; a copy
+    that backward makes of them dies at once. Empty: the newest is read everywhere.
+    """
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
+    saved: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +57,8 @@ class Plan:
         peak_bytes: predicted peak of the step, static bytes included.
         time_us: predicted device time of forward and backward; overhead_us: of which beyond the fastest known plan.
         solver: who found it; truncated: True if a safety stop cut the search short.
+        bound_us: no plan for this problem that keeps the budget is faster (us, as ``time_us``: device time of forward and backward); 0.0 if
+            nothing was proven. bound: how it was proven, "exact" or "relaxation: ..." with the relaxation's name; "" if it was not.
         schedule: the order of every op where the plan prescribes it (values may then be made more than twice); None: the joint graph's
             order, each recomputed value made once, just before its first reader in backward.
     """
@@ -70,6 +77,13 @@ class Plan:
     order: str = "joint graph, recompute before first reader"
     truncated: bool = False
     schedule: Schedule | None = None
+    bound_us: float = 0.0
+    bound: str = ""
+
+    @property
+    def gap(self) -> float:
+        """Share of ``time_us`` that a faster plan could save at most: 0.0 where the plan is proven to be the fastest, or takes no time."""
+        return (self.time_us - self.bound_us) / self.time_us if self.time_us else 0.0
 
     @property
     def transient_bytes(self) -> int:

@@ -103,8 +103,27 @@ def even_boundaries(problem: Problem, crossings: Crossings, num_regions: int) ->
     return tuple(found)
 
 
+def ending_ops(problem: Problem) -> frozenset[int]:
+    """Forward ops from which nothing leads to backward: they make outputs or update buffers."""
+    read_on = {read for op in problem.ops if op.side is not Side.FORWARD for read in op.reads} | problem.gradients
+    ending = set()
+    for op in reversed(problem.ops):
+        if op.side is not Side.FORWARD:
+            continue
+        if read_on.isdisjoint(op.writes):
+            ending.add(op.index)
+        else:
+            read_on.update(op.reads)
+    return frozenset(ending)
+
+
 def region_numbers(problem: Problem, boundaries: Sequence[int], crossings: Crossings) -> tuple[int, ...]:
-    """Per op, the number of the region it belongs to; ops outside forward belong where what they read was made."""
+    """Per op, the number of the region it belongs to; ops outside forward belong where what they read was made.
+
+    What forward reads beyond the region after the one that makes it (masks, position tables, long skips) says nothing about where a
+    reader belongs, unless it reads nothing else. Forward ops that lead to nothing but outputs (running statistics, which graphs update
+    at their end) belong where what they read was made.
+    """
     number: dict[int, int] = {}
     ends = iter(sorted(boundaries))
     end = next(ends, None)
@@ -114,12 +133,30 @@ def region_numbers(problem: Problem, boundaries: Sequence[int], crossings: Cross
         while end is not None and position >= end:
             current += 1
             end = next(ends, None)
+    for index in sorted(ending_ops(problem)):
+        producers = [problem.values[read].producer for read in problem.ops[index].reads]
+        made_in = [number[producer] for producer in producers if producer is not None]
+        if made_in:
+            number[index] = max(made_in)
+    reaches: dict[int, int] = {}
+    for index in crossings.ops:
+        for read in problem.ops[index].reads:
+            reaches[read] = number[index]
     for op in problem.ops:
-        if op.index not in number:
-            producers = [problem.values[read].producer for read in op.reads]
-            near = [number[p] for p in producers if p is not None and problem.ops[p].side is not Side.BACKWARD]
-            far = [number[p] for p in producers if p is not None and problem.ops[p].side is Side.BACKWARD]
-            number[op.index] = max(near) if near else (min(far) if far else current)
+        if op.index in number:
+            continue
+        near: list[int] = []
+        far: list[int] = []
+        later: list[int] = []
+        for read in op.reads:
+            producer = problem.values[read].producer
+            if producer is None or not problem.ops[producer].reads:  # given, or a constant
+                continue
+            if problem.ops[producer].side is Side.BACKWARD:
+                later.append(number[producer])
+            else:
+                (near if reaches.get(read, 0) <= number[producer] + 1 else far).append(number[producer])
+        number[op.index] = max(near) if near else (min(later) if later else max(far, default=current))
     return tuple(number[op.index] for op in problem.ops)
 
 

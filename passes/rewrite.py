@@ -53,3 +53,10 @@ def delay_recompute(module: fx.GraphModule, *, is_root: Callable[[fx.Node], bool
         raise GraphBroken(f"pass delay-recompute lost {lost[0]} although something reads it")
     new_graph.lint()
     return fx.GraphModule(module, new_graph)
+
+
+def drop_unread(graph: fx.Graph, *, is_needed: Callable[[fx.Node], bool]) -> None:
+    """Erase calls that nobody reads and that are not needed for what they do, and what only they read."""
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not node.users and not is_needed(node):
+            graph.erase_node(node)

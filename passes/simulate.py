@@ -22,8 +22,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from dyngran.passes.fuse import Kernel, fuse
+from dyngran.passes.native.graph import NativeGraph, NativeOutcome, NativeSearch
+from dyngran.passes.plan import Schedule
 from dyngran.passes.problem import Kind, Problem, Side
-from dyngran.passes.replay import FastReplay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class Outcome:
     """What one saved set costs. ``peak_bytes`` includes static bytes; ``time_us`` is forward + backward.
 
     ``num_recomputed`` and ``recompute_us`` count ops that run in forward and again in backward, not those that only move to backward.
+    ``schedule`` is None unless the order of ops was prescribed.
     """
 
     saved: frozenset[int]
@@ -39,6 +41,7 @@ class Outcome:
     recompute_us: float
     saved_bytes: int
     num_recomputed: int
+    schedule: Schedule | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,11 @@ class _Replay:
 
 
 class Simulator:
-    """Replays a problem for many saved sets. Building it is linear in the graph; `evaluate` is what planners call thousands of times."""
+    """Replays a problem for many saved sets. Building it is linear in the graph; `evaluate` is what planners call thousands of times.
+
+    `evaluate` runs on the native side (`passes/native`); `timeline` is the same in Python, readable, and `tests/test_simulate.py` holds
+    both equal.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -89,8 +96,6 @@ class Simulator:
         self._ran = [op.side is Side.FORWARD for op in problem.ops]
         self._is_given = [value.producer is None for value in problem.values]
         self._pinned = [bool(op.pinned) for op in problem.ops]
-        self._small = [problem.keeps_as_small(value.index) for value in problem.values]
-        self._never_saved = [op.never_saved and not op.pinned for op in problem.ops]
         wanted = {read for index in self._backward_ops for read in self._reads[index]} | problem.gradients
         self._from_tangents = sorted(from_tangents)
         is_ready = [value.producer is None or value.index in from_tangents for value in problem.values]
@@ -99,7 +104,8 @@ class Simulator:
         self._late = sorted(value for value in problem.gradients if value not in from_tangents and not self._is_given[value])
         self._tangents = [value.index for value in problem.values if value.kind is Kind.TANGENT]
         self.candidates = self._find_candidates()
-        self._fast = FastReplay(problem)
+        self.native_graph = NativeGraph(problem)
+        self.native = NativeSearch(self.native_graph)
 
     def _find_candidates(self) -> tuple[int, ...]:
         """Values that backward can read: each is either saved (not if the user recomputes it) or recomputed (not if pinned)."""
@@ -124,39 +130,21 @@ class Simulator:
 
         What the user's own checkpoint regions make is never among them: it is recomputed, from what stands before the region.
         """
-        wished = saved if isinstance(saved, (set, frozenset)) else set(saved)
-        crossing: set[int] = set()
-        seen: set[int] = set()
-        stack = list(self._wanted)
-        while stack:
-            value = stack.pop()
-            if value in seen or self._is_given[value]:
-                continue
-            seen.add(value)
-            producer = self._producer[value]
-            is_wanted = value in wished or self._small[value]
-            if self._pinned[producer] or (is_wanted and not self._never_saved[producer]):
-                crossing.add(value)
-            else:
-                stack.extend(self._reads[producer])
-        return frozenset(crossing)
+        return self.native.members(self.native.normalize(self.native.mask(saved)))
 
     def evaluate(self, saved: Iterable[int]) -> Outcome:
         """Peak and time of one saved set (normalized first)."""
-        return self.evaluate_normalized(self.normalize(saved))
+        return self.outcome_of(*self.native.evaluate(self.native.mask(saved)))
 
-    def evaluate_normalized(self, crossing: frozenset[int]) -> Outcome:
-        """`evaluate` for a set that `normalize` returned."""
-        forward, backward, recomputed = self._schedule(crossing)
-        replay = self._fast.fused if self.problem.fused else self._fast.eager
-        peak_bytes, time_us, recompute_us = replay(forward, backward, crossing, recomputed, plain=forward is self._forward_ops)
+    def outcome_of(self, crossing: bytes, found: NativeOutcome) -> Outcome:
+        """An outcome from what the native side says of a mask of crossing values."""
         return Outcome(
-            saved=crossing,
-            peak_bytes=self.problem.total_static_bytes + peak_bytes,
-            time_us=round(time_us, 6),  # so that sums in another order compare equal
-            recompute_us=recompute_us,
-            saved_bytes=sum(self._sizes[value] for value in crossing),
-            num_recomputed=len(recomputed),
+            saved=self.native.members(crossing),
+            peak_bytes=self.problem.total_static_bytes + found.peak_bytes,
+            time_us=round(found.time_us, 6),  # so that sums in another order compare equal
+            recompute_us=found.recompute_us,
+            saved_bytes=found.saved_bytes,
+            num_recomputed=found.num_recomputed,
         )
 
     def timeline(self, saved: Iterable[int]) -> Timeline:
@@ -320,3 +308,10 @@ class Simulator:
                 free.remove(self._sizes[value])
                 reused += self._sizes[value]
         return reused
+
+
+def free_transient(simulator: Simulator) -> int:
+    """Transient bytes of the plan that a person has without a budget: torch's own partition if it is known, else the default one."""
+    stock = simulator.problem.stock
+    saved = stock[min(stock)] if stock else simulator.default_saved
+    return simulator.evaluate(saved).peak_bytes - simulator.problem.total_static_bytes

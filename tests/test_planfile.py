@@ -16,10 +16,20 @@ from torch import nn
 
 import dyngran
 from dyngran.compiler.options import Codegen
-from dyngran.compiler.planfile import PlanDocument, check_applicable, dump_plan, load_plan, parse_plan, save_plan
+from dyngran.compiler.planfile import (
+    PlanDocument,
+    check_applicable,
+    dump_plan,
+    for_file,
+    for_problem,
+    load_plan,
+    parse_plan,
+    save_plan,
+)
+from dyngran.passes.carry import with_carried
 from dyngran.passes.decide import decide
 from dyngran.passes.errors import PlanFileError, PlanMismatch
-from dyngran.passes.plan import Action, Decision, Plan
+from dyngran.passes.plan import Action, Decision, Plan, Schedule
 from dyngran.passes.problem import Problem
 from dyngran.passes.simulate import Simulator
 
@@ -39,6 +49,8 @@ DECISIONS = st.builds(
     fraction=st.none() | st.floats(0, 1),
     format=st.none() | TEXTS,
 )
+OPS = st.lists(st.integers(0, 10**5), max_size=6).map(tuple)
+SCHEDULES = st.builds(Schedule, OPS, OPS, st.frozensets(COUNTS, max_size=4))
 PLANS = st.builds(
     Plan,
     budget_bytes=st.none() | st.integers(1, 2**50),
@@ -54,7 +66,16 @@ PLANS = st.builds(
     solver=TEXTS,
     order=TEXTS,
     truncated=st.booleans(),
-).map(lambda plan: replace(plan, saved=frozenset(one.value for one in plan.decisions if one.action is not Action.RECOMPUTE)))
+    schedule=st.none() | SCHEDULES,
+    bound_us=AMOUNTS,
+    bound=TEXTS,
+).map(
+    lambda plan: replace(
+        plan,
+        bound_us=min(plan.bound_us, plan.time_us),
+        saved=frozenset(one.value for one in plan.decisions if one.action is not Action.RECOMPUTE),
+    )
+)
 CODEGENS = st.sampled_from([codegen.value for codegen in Codegen])
 DOCUMENTS = st.builds(
     PlanDocument, plan=PLANS, fingerprint=TEXTS, codegen=CODEGENS, torch_version=TEXTS, device=TEXTS, dyngran_version=TEXTS
@@ -80,6 +101,8 @@ PLAN = Plan(
 DOCUMENT = PlanDocument(plan=PLAN, fingerprint="ab12", codegen="eager", torch_version="2.13.0", device="cpu", dyngran_version="0.1.0")
 
 GOLDEN = """{
+ "bound": "",
+ "bound_us": 0.0,
  "budget_bytes": 100,
  "codegen": "eager",
  "decisions": [
@@ -100,6 +123,7 @@ GOLDEN = """{
  "recompute_us": 1.5,
  "saved": [1, 3],
  "saved_bytes": 40,
+ "schedule": null,
  "schema": 1,
  "solver": "mutwo",
  "static_bytes": 16,
@@ -144,7 +168,11 @@ def test_a_plan_that_no_file_can_hold_is_not_written(tmp_path: Path, time_us: fl
     assert os.listdir(tmp_path) == ["plan.json"]
 
 
+ORDER = {"forward": [0, 1, 0], "backward": [2, 0], "saved": [1, 3]}
+LATER = ("bound", "bound_us", "schedule")  # fields that older files do not have
 WRONG: dict[str, list[Any]] = {
+    "bound": [None, 3],
+    "bound_us": [-1, None, math.nan, 12.3],
     "budget_bytes": ["8GiB", 0, True, 1.5],
     "codegen": [None, 1, "", "tvm", "Inductor"],
     "decisions": [{}, None, [1], [{}]],
@@ -158,6 +186,14 @@ WRONG: dict[str, list[Any]] = {
     "recompute_us": [math.inf, None],
     "saved": [[3, 1], [1, 1], [True], ["1"], [-1], None],
     "saved_bytes": [False],
+    "schedule": [
+        [],
+        {},
+        *({**ORDER, name: wrong} for name in ORDER for wrong in (None, [-1], ["0"], [True], [0.5], {})),
+        {**ORDER, "saved": [3, 1]},
+        {**ORDER, "saved": [1, 1]},
+        {**ORDER, "more": []},
+    ],
     "schema": [0, 2, "1", None, True],
     "solver": [None],
     "static_bytes": ["1"],
@@ -201,14 +237,53 @@ def test_every_field_is_needed_and_no_other_is_known() -> None:
     assert set(WRONG_IN_DECISION) == set(document["decisions"][0])
     for fields, place in ((document, document), (document, document["decisions"][0])):
         for name in list(place):
+            if place is document and name in LATER:
+                continue
             value = place.pop(name)
             with pytest.raises(PlanFileError, match=f"'{name}' is missing"):
                 parse_plan(json.dumps(fields), source="plan.json")
             place[name] = value
-        place["bound"] = 1
-        with pytest.raises(PlanFileError, match="'bound' is not known"):
+        place["limit"] = 1
+        with pytest.raises(PlanFileError, match="'limit' is not known"):
             parse_plan(json.dumps(fields), source="plan.json")
-        del place["bound"]
+        del place["limit"]
+
+
+def test_a_file_of_before_schedules_and_bounds_is_read() -> None:
+    fields = {name: value for name, value in json.loads(GOLDEN).items() if name not in LATER}
+    assert parse_plan(json.dumps(fields), source="plan.json") == DOCUMENT
+
+
+def test_a_schedule_and_a_bound_as_they_are_written() -> None:
+    plan = replace(PLAN, schedule=Schedule((0, 1, 0), (2, 0), frozenset({3, 1})), bound_us=9.8, bound="relaxation: continuous program")
+    text = dump_plan(replace(DOCUMENT, plan=plan))
+    written = ' "schedule": {\n  "backward": [2, 0],\n  "forward": [0, 1, 0],\n  "saved": [1, 3]\n },\n'
+    assert text == GOLDEN.replace(' "schedule": null,\n', written).replace(
+        ' "bound": "",\n "bound_us": 0.0,\n', ' "bound": "relaxation: continuous program",\n "bound_us": 9.8,\n'
+    )
+    assert parse_plan(text, source="plan.json").plan == plan
+    assert plan.gap == pytest.approx(0.2)
+
+
+def test_the_gap_of_a_plan() -> None:
+    assert replace(PLAN, bound_us=PLAN.time_us).gap == 0
+    assert PLAN.gap == 1
+    assert replace(PLAN, time_us=0.0).gap == 0
+
+
+@given(problem=problems(), data=st.data())
+def test_a_file_numbers_the_ops_of_the_graph_whatever_is_carried(problem: Problem, data: st.DataObject) -> None:
+    """With something carried, the problem has an op before all others and one that ends forward; the file knows neither."""
+    parts = [data.draw(st.lists(st.sampled_from(range(len(problem.ops)))).map(tuple)) for _ in range(2)]
+    plan = replace(PLAN, schedule=Schedule(parts[0], parts[1], frozenset({2})))
+    carrying = with_carried(problem, 64)
+    assert for_file(plan, problem) == for_problem(plan, problem) == plan
+    there = for_problem(plan, carrying)
+    assert there.schedule is not None
+    order = [carrying.ops[op].name for op in (*there.schedule.forward, *there.schedule.backward)]
+    names = [[problem.ops[op].name for op in part] for part in parts]
+    assert order == [carrying.ops[0].name, *names[0], carrying.ops[-1].name, *names[1]]
+    assert for_file(there, carrying) == plan
 
 
 @pytest.mark.parametrize(
@@ -277,6 +352,13 @@ def test_whatever_is_decided_can_be_written_and_applied(problem: Problem, data: 
 def test_a_plan_for_the_other_code_generator_is_not_applied() -> None:
     with pytest.raises(PlanMismatch, match=r"'plan\.json' was made for codegen 'eager', and this graph is compiled with 'inductor'"):
         check_applicable(DOCUMENT, codegen="inductor", source=Path("plan.json"))
+
+
+def test_a_prescribed_order_is_not_applied_where_inductor_orders() -> None:
+    document = replace(DOCUMENT, codegen="inductor", plan=replace(PLAN, schedule=Schedule((), ())))
+    with pytest.raises(PlanMismatch, match=r"'plan\.json' prescribes the order of ops, and Inductor orders its kernels itself"):
+        check_applicable(document, codegen="inductor", source="plan.json")
+    check_applicable(replace(document, codegen="eager"), codegen="eager", source="plan.json")
 
 
 @pytest.mark.parametrize("is_saved", [True, False])

@@ -23,7 +23,7 @@ def any_saved(data: st.DataObject, simulator: Simulator) -> frozenset[int]:
 
 @settings(max_examples=300, deadline=None)
 @given(problem=problems(), data=st.data())
-def test_the_fast_replay_equals_the_timeline(problem: Problem, data: st.DataObject) -> None:
+def test_the_native_replay_equals_the_timeline(problem: Problem, data: st.DataObject) -> None:
     simulator = Simulator(problem)
     saved = any_saved(data, simulator)
     outcome, timeline = simulator.evaluate(saved), simulator.timeline(saved)
@@ -60,7 +60,7 @@ def test_what_is_carried_from_the_step_before_lies_on_all_of_forward(problem: Pr
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_the_fast_replay_equals_the_timeline_on_a_transformer(fused: bool) -> None:
+def test_the_native_replay_equals_the_timeline_on_a_transformer(fused: bool) -> None:
     problem = transformer(3, fused=fused)
     simulator = Simulator(problem)
     for saved in (simulator.default_saved, frozenset(), frozenset(sorted(simulator.candidates)[::3]), frozenset(simulator.candidates)):

@@ -260,6 +260,27 @@ def test_recomputed_random_ops_are_replayed_from_the_state_before_them() -> None
     assert [node.meta["val"][0].shape for node in replays] == [node.meta["val"][0].shape for node in again]
 
 
+def test_a_random_op_is_run_again_from_the_state_that_its_first_run_returned() -> None:
+    """As a schedule does it, which runs one any number of times."""
+    save, again = torch_private.random_state_operators()
+    ones = torch.ones(64)
+    torch.manual_seed(3)
+    state, first = save(torch.ops.aten.native_dropout.default, ones, 0.5, True)
+    after = torch.get_rng_state()
+    for _ in range(3):
+        torch.rand(7)
+        moved = torch.get_rng_state()
+        assert all(map(torch.equal, again(state, torch.ops.aten.native_dropout.default, ones, 0.5, True), first))
+        assert torch.equal(torch.get_rng_state(), moved)
+    assert not torch.equal(after, state)
+    made = cut(Net(), save_nothing)
+    made.step(torch.randn(4, 8))
+    node = next(node for node in made.captured.joint.module.graph.nodes if torch_private.is_random(node))
+    sample = torch_private.sample_random_state(node)
+    assert type(sample) is type(node.meta["val"][0])
+    assert (sample.shape, sample.dtype, sample.device) == (state.shape, state.dtype, state.device)
+
+
 def test_getitems_stand_next_to_their_producer() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")

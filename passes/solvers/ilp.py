@@ -121,7 +121,7 @@ def propose(
         program = Program(simulator, contained=contained, cut_off=cut_off)
         for saved in _rounds(simulator, budget_bytes, program, limits or Limits(), max_rounds):
             yield saved
-            missed_bytes = simulator.evaluate_normalized(saved).peak_bytes - budget_bytes
+            missed_bytes = simulator.evaluate(saved).peak_bytes - budget_bytes
             if not contained and missed_bytes > MISSED_BY_FAR * (budget_bytes - simulator.problem.total_static_bytes):
                 break
         else:
@@ -145,7 +145,7 @@ def _rounds(simulator: Simulator, budget_bytes: int, program: Program, limits: L
             return
         seen.add(crossing)
         yield crossing
-        room = budget_bytes - simulator.evaluate_normalized(crossing).peak_bytes
+        room = budget_bytes - simulator.evaluate(crossing).peak_bytes
         if 0 <= room <= CLOSE * (budget_bytes - simulator.problem.total_static_bytes):
             return
         target += room

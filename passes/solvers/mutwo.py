@@ -1,23 +1,36 @@
 """μ-TWO's greedy, recompute only (Purandare, Wasay, Jain and Idreos, MLSys 2023, algorithms B and D to G).
 
 Start with everything saved that backward reads; again and again recompute the intermediate with the largest bytes per microsecond of
-total recompute time, and update the sources and times of the others. Where the paper leaves a choice, this is what is done here:
+total recompute time, and update the sources and times of the others, until the peak fits. The rules are the printed ones; where the
+paper leaves a choice or contradicts itself, this is what is done here (letters as in the planning notes):
 
 * Intermediates are the values that backward reads directly. A walk back from one stops at inputs, at other intermediates, and at ops
-  that must not run twice; the stops are its sources, the ops on the way its recompute graph.
-* No swaps, so algorithm C is absent and algorithm E, printed for swaps too, runs for recomputes only.
-* Candidates that another choice needs are priced ``cnt x recompute time`` as printed (Capuchin, its basis, has ``(1 + cnt)``).
-* Zero bytes are no candidates; zero time is an infinite ratio; ties go to the earlier value.
-* Values that must not run twice or that the caller holds anyway are no candidates.
-* Stop: the printed simulator (algorithm G) counts neither what recompute chains allocate nor what they keep. Its claim is reported as
-  ``claimed_peak_bytes``; the stop test is this project's simulator. The printed test is strict; here a peak equal to the budget fits.
-* There is no undo: a pick that proved needless stays.
+  that must not run twice; the stops are its sources, the ops on the way its recompute graph. No swaps: algorithm C is absent.
+* (a) Algorithm E is printed for swaps too; without swaps it runs for recomputes only, where it makes sense.
+* (b) Algorithm G starts backward from an undefined sum: here from what forward leaves, which is what is still retained. Static bytes
+  are counted once. Between its first and last use in backward an intermediate is inside the profiled memory of the ops, as on a device
+  to which it was brought back, so a recompute saves its bytes from after the last use in forward to before the first in backward.
+* (c) Algorithm G counts neither what a chain of recomputes allocates nor what sources are kept for. Its claim is reported as
+  ``claimed_peak_bytes`` and never trusted: the stop test is this project's simulator. It knows no fusion either: where ops fuse it
+  claims far more than there is.
+* (d) Candidates that another choice needs are priced ``cnt x recompute time`` as printed; ``own_use=True`` prices ``(1 + cnt) x``,
+  Capuchin's rule (Peng et al., ASPLOS 2020), on which the paper is built.
+* (e) Views are no values here. Zero bytes are no candidates; zero time is an infinite ratio. Values that must not run twice or that the
+  caller holds anyway are no candidates.
+* (f) The printed stop test is strict; here a peak equal to the budget fits. There is no undo: a pick that proved needless stays. If
+  the candidates run out, the pick with the least peak is proposed.
+* (g) Ties go to the value that is made first. Inactive times only order swaps and are not needed.
+* (h) The paper prices each user's chain as if shared ancestors ran anew; the product runs them once and keeps them, in the joint graph's
+  order. Ratios are the paper's, peaks and times the product's.
+* (i) That memory rises in forward and falls in backward is assumed for swaps only.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from math import inf
 
@@ -44,48 +57,173 @@ class _Intermediate:
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """One step of the greedy: the value chosen and its ratio (bytes/us), what stays saved, and the peak the paper's simulator claims."""
+    """One step of the greedy: the value chosen, its ratio (bytes/us), and what stays saved."""
 
     value: int
     ratio: float
     saved: frozenset[int]
+    number: int
+    claims: Claims = field(repr=False)
+
+    @property
+    def claimed_peak_bytes(self) -> int:
+        """The peak, static bytes included, that the paper's simulator claims; linear in the graph, so only worked out if asked for."""
+        return self.claims.peak_bytes(self.number)
+
+
+class Claims:
+    """Algorithm G: live bytes if all is saved, less each chosen intermediate while it idles."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        self._simulator = simulator
+        self._dropped: list[_Intermediate] = []
+        self._model: tuple[list[int], dict[int, tuple[int, int]]] | None = None
+
+    def drop(self, item: _Intermediate) -> None:
+        self._dropped.append(item)
+
+    def peak_bytes(self, num_picks: int) -> int:
+        """The claim after that many picks."""
+        if self._model is None:
+            self._model = _idle_curve(self._simulator)
+        curve, idle = list(self._model[0]), self._model[1]
+        for item in self._dropped[:num_picks]:
+            start, end = idle[item.value]
+            curve[start] -= item.size_bytes
+            curve[end] += item.size_bytes
+        return self._simulator.problem.total_static_bytes + max(accumulate(curve), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Where the greedy stops for a budget, and where its own simulator would have stopped it. All peaks include static bytes.
+
+    ``num_picks`` is None if no step fits; ``num_picks_claimed`` is None if not even the claim does, and ``claimed_stop_peak_bytes`` is
+    then what the last step really has.
+    """
+
+    num_picks: int | None
+    peak_bytes: int
     claimed_peak_bytes: int
+    num_picks_claimed: int | None
+    claimed_stop_peak_bytes: int
 
 
-def picks(simulator: Simulator) -> Iterator[Pick]:
+def picks(simulator: Simulator, *, own_use: bool = False) -> Iterator[Pick]:
     """Every step of the greedy until no candidate is left."""
-    problem = simulator.problem
-    known = _intermediates(simulator)
-    candidates = {
-        value: item
-        for value, item in known.items()
-        if item.size_bytes and value not in problem.forward_outputs and not _is_pinned(problem, value)
-    }
-    chosen: dict[int, _Intermediate] = {}
-    curve, idle = _idle_curve(simulator)
-    saved = set(known)
-    while candidates:
-        best = min(candidates.values(), key=lambda item: (-item.ratio, item.value))
+    greedy = _Greedy(simulator, own_use=own_use)
+    claims = Claims(simulator)
+    saved = set(greedy.known)
+    number = 0
+    while (best := greedy.pop()) is not None:
+        number += 1
         ratio = best.ratio
-        del candidates[best.value]
-        count = _update_chosen(best, chosen)
-        chosen[best.value] = best
-        _update_candidates(best, count, candidates, chosen)
+        greedy.choose(best)
+        claims.drop(best)
         saved.discard(best.value)
-        start, end = idle[best.value]
-        curve[start] -= best.size_bytes
-        curve[end] += best.size_bytes
-        claimed = problem.total_static_bytes + max(accumulate(curve), default=0)
-        yield Pick(value=best.value, ratio=ratio, saved=frozenset(saved), claimed_peak_bytes=claimed)
+        yield Pick(value=best.value, ratio=ratio, saved=frozenset(saved), number=number, claims=claims)
 
 
-def propose(simulator: Simulator, *, budget_bytes: int | None = None, max_plans: int = MAX_PLANS) -> Iterator[frozenset[int]]:
-    """The saved sets on the greedy's way, thinned to about ``max_plans``; with them any budget has its first one that fits."""
+def propose(
+    simulator: Simulator, *, budget_bytes: int | None = None, max_plans: int = MAX_PLANS, own_use: bool = False
+) -> Iterator[frozenset[int]]:
+    """With a budget the first step that fits, as printed, or the one of least peak if none does. Without one the saved sets on the
+    greedy's way, thinned to about ``max_plans``."""
     yield simulator.default_saved
-    step = max(1, len(simulator.default_saved) // max_plans)
-    for number, pick in enumerate(picks(simulator)):
-        if number % step == 0:
-            yield pick.saved
+    if budget_bytes is None:
+        step = max(1, len(simulator.default_saved) // max_plans)
+        yield from (pick.saved for pick in picks(simulator, own_use=own_use) if (pick.number - 1) % step == 0)
+        return
+    saved, least_bytes = simulator.default_saved, simulator.evaluate(simulator.default_saved).peak_bytes
+    if least_bytes <= budget_bytes:
+        return
+    for pick in picks(simulator, own_use=own_use):
+        peak_bytes = simulator.evaluate(pick.saved).peak_bytes
+        if peak_bytes < least_bytes:
+            saved, least_bytes = pick.saved, peak_bytes
+        if peak_bytes <= budget_bytes:
+            break
+    yield saved
+
+
+def report(simulator: Simulator, budget_bytes: int, *, own_use: bool = False) -> Report:
+    """What the greedy does for a budget and what its own simulator would have had it do."""
+    taken = list(picks(simulator, own_use=own_use))
+    steps = [simulator.default_saved, *(pick.saved for pick in taken)]
+    claims = taken[0].claims if taken else Claims(simulator)
+    stop, peak_bytes = None, simulator.evaluate(steps[-1]).peak_bytes
+    for number, saved in enumerate(steps):
+        if (found := simulator.evaluate(saved).peak_bytes) <= budget_bytes:
+            stop, peak_bytes = number, found
+            break
+    claimed_stop = next((number for number in range(len(steps)) if claims.peak_bytes(number) <= budget_bytes), None)
+    last = len(steps) - 1
+    return Report(
+        num_picks=stop,
+        peak_bytes=peak_bytes,
+        claimed_peak_bytes=claims.peak_bytes(last if stop is None else stop),
+        num_picks_claimed=claimed_stop,
+        claimed_stop_peak_bytes=simulator.evaluate(steps[last if claimed_stop is None else claimed_stop]).peak_bytes,
+    )
+
+
+class _Greedy:
+    """Candidates by ratio in a heap (entries whose ratio has changed are skipped), and for each value who counts it as a source."""
+
+    def __init__(self, simulator: Simulator, *, own_use: bool) -> None:
+        problem = simulator.problem
+        self._own_use = own_use
+        self.known = _intermediates(simulator)
+        self._candidates = {
+            value: item
+            for value, item in self.known.items()
+            if item.size_bytes and value not in problem.forward_outputs and not _is_pinned(problem, value)
+        }
+        self._chosen: set[int] = set()
+        self._users: dict[int, set[int]] = defaultdict(set)
+        for value, item in self.known.items():
+            for source in item.sources:
+                self._users[source].add(value)
+        self._heap = [(-item.ratio, value) for value, item in self._candidates.items()]
+        heapify(self._heap)
+
+    def pop(self) -> _Intermediate | None:
+        """The candidate of largest ratio, the one made first among equals; None if there is none left."""
+        while self._heap:
+            ratio, value = heappop(self._heap)
+            item = self._candidates.get(value)
+            if item is not None and item.ratio == -ratio:
+                del self._candidates[value]
+                return item
+        return None
+
+    def choose(self, new: _Intermediate) -> None:
+        """Algorithms E and F: whoever reads the new choice reads its sources instead and takes longer, unless it is resident then;
+        candidates that the new choice reads are priced for all that are made again from them."""
+        self._chosen.add(new.value)
+        count = 1
+        for user in sorted(self._users[new.value] & self._chosen):
+            self._replace(self.known[user], new)
+            count += 1
+        for user in sorted(self._users[new.value] & self._candidates.keys()):
+            item = self._candidates[user]
+            if not new.first_backward <= item.first_backward <= new.last_backward:
+                self._replace(item, new)
+                item.total_us = item.recompute_us * (1 + len(self._users[user] & self._chosen))
+                heappush(self._heap, (-item.ratio, user))
+        for source in sorted(new.sources & self._candidates.keys()):
+            item = self._candidates[source]
+            item.total_us = (count + self._own_use) * item.recompute_us
+            heappush(self._heap, (-item.ratio, source))
+
+    def _replace(self, item: _Intermediate, new: _Intermediate) -> None:
+        """``item`` no longer starts from ``new`` but from what ``new`` starts from."""
+        item.sources.discard(new.value)
+        item.sources |= new.sources
+        item.recompute_us += new.recompute_us
+        self._users[new.value].discard(item.value)
+        for source in new.sources:
+            self._users[source].add(item.value)
 
 
 def _is_pinned(problem: Problem, value: int) -> bool:
@@ -105,45 +243,23 @@ def _intermediates(simulator: Simulator) -> dict[int, _Intermediate]:
                 elif read in direct:
                     known[read] = _Intermediate(read, problem.values[read].size_bytes, op.index, op.index)
     end = len(problem.ops)
-    for value in direct:
+    for value in sorted(direct):
         item = known.setdefault(value, _Intermediate(value, problem.values[value].size_bytes, end, end))
         seen: set[int] = set()
         stack = [value]
         while stack:
             current = stack.pop()
-            if current != value and (current in direct or _is_pinned(problem, current)):
-                item.sources.add(current)
-                continue
             producer = problem.values[current].producer
-            if producer is not None and producer not in seen:
+            if producer is None:
+                continue
+            if current != value and (current in direct or problem.ops[producer].pinned):
+                item.sources.add(current)
+            elif producer not in seen:
                 seen.add(producer)
                 item.recompute_us += problem.ops[producer].cost_us
                 stack.extend(problem.ops[producer].reads)
-        item.sources = {source for source in item.sources if problem.values[source].producer is not None}
         item.total_us = item.recompute_us
     return known
-
-
-def _update_chosen(new: _Intermediate, chosen: dict[int, _Intermediate]) -> int:
-    """Algorithm E: earlier choices that read the new one read its sources instead. Returns how often it is recomputed."""
-    count = 1
-    for item in chosen.values():
-        if new.value in item.sources:
-            item.sources = (item.sources - {new.value}) | new.sources
-            item.recompute_us += new.recompute_us
-            count += 1
-    return count
-
-
-def _update_candidates(new: _Intermediate, count: int, candidates: dict[int, _Intermediate], chosen: dict[int, _Intermediate]) -> None:
-    """Algorithm F: candidates that need the new choice grow dearer, candidates that it needs are priced for all their users."""
-    for item in candidates.values():
-        if new.value in item.sources and not new.first_backward <= item.first_backward <= new.last_backward:
-            item.sources = (item.sources - {new.value}) | new.sources
-            item.recompute_us += new.recompute_us
-            item.total_us = item.recompute_us + item.recompute_us * sum(item.value in other.sources for other in chosen.values())
-        if item.value in new.sources:
-            item.total_us = count * item.recompute_us
 
 
 def _idle_curve(simulator: Simulator) -> tuple[list[int], dict[int, tuple[int, int]]]:

@@ -1,29 +1,73 @@
-"""The portfolio: several solvers propose saved sets, the simulator judges them, the archive answers every budget.
+"""The portfolio: several solvers propose plans, the simulator judges them, the archive answers every budget.
 
 The search does not look at the budget: it fills the whole frontier once. So the answer to a budget does not depend on which budgets
-were asked before, a smaller budget never gives a larger peak or a faster step, and a new budget costs one look-up.
+were asked before, a smaller budget never gives a larger peak or a faster step, and a new budget costs one look-up. Only where no saved
+set fits and order is ours (no fusing code generator) is there a search for that budget: schedules in which values are made more often.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from threading import Timer
 from time import monotonic
 
-from dyngran.passes.archive import Archive, Judge
-from dyngran.passes.decide import decide
-from dyngran.passes.errors import BudgetTooSmall, InvalidOption, format_bytes
-from dyngran.passes.plan import Plan
-from dyngran.passes.problem import Kind, Problem
+from dyngran.passes.archive import Archive, Judge, Proposal
+from dyngran.passes.errors import InvalidOption
+from dyngran.passes.native.graph import Stop
+from dyngran.passes.plan import Plan, Schedule
+from dyngran.passes.problem import Problem, Side
 from dyngran.passes.simulate import Outcome, Simulator
-from dyngran.passes.solvers import default, ilp, mutwo, region, selective, stock
-from dyngran.passes.solvers.improve import Improver, work_limit
+from dyngran.passes.solvers import (
+    anneal,
+    default,
+    dtr,
+    every,
+    exhaustive,
+    hierarchical,
+    ilp,
+    mincut,
+    mutwo,
+    region,
+    revolve,
+    selective,
+    sqrt,
+    stock,
+)
+from dyngran.passes.solvers.polish import polish, rungs
+from dyngran.passes.solvers.solving import Propose, hint_of, plan_from
 
-SOLVERS: tuple[str, ...] = ("auto", "default", "stock", "region", "selective", "mutwo", "ilp")
+PROPOSERS: dict[str, Propose] = {
+    "hierarchical": hierarchical.propose,
+    "ilp": ilp.propose,
+    "mutwo": mutwo.propose,
+    "mincut": mincut.propose,
+    "anneal": anneal.propose,
+    "default": default.propose,
+    "stock": stock.propose,
+    "region": region.propose,
+    "every": every.propose,
+    "sqrt": sqrt.propose,
+    "selective": selective.propose,
+    "revolve": revolve.propose,
+    "dtr": dtr.propose,
+}
+SOLVERS: tuple[str, ...] = ("auto", *PROPOSERS)
+LOOK_AT_BUDGET = ("hierarchical", "ilp", "mincut", "anneal", "revolve", "dtr")  # these run again for another budget
 
+MAX_SECONDS = 30.0  # safety stop
+NUM_GUIDES = 12  # plans of others whose choices are options of the hierarchical planner
 MAX_MUTWO_PLANS = 40  # of the greedy's way, as seeds; solver="mutwo" tries more
 ILP_SHARES = (0.6, 0.3)  # of the default plan's transient: budgets of the programs that seed the search
-MAX_ILP_CANDIDATES = 250  # above it three programs took 2 to 23 s and moved the frontier by less than other moves did
+MAX_ILP_CANDIDATES = 80  # above it other moves find as much in less time
 ILP_LIMITS = ilp.Limits(gap=0.01, max_nodes=20, max_seconds=10.0)
+
+
+def solve(problem: Problem, budget_bytes: int | None) -> Plan:
+    """The fastest plan that any solver finds for a budget (bytes, static bytes included; None: no limit).
+
+    Raises BudgetTooSmall if none fits.
+    """
+    return Planner(problem).solve(budget_bytes)
 
 
 class Planner:
@@ -32,16 +76,21 @@ class Planner:
     Args:
         problem: what is planned.
         progress: called with a short line whenever a stage of the search starts, and about every second while it lasts.
+        max_seconds: safety stop of each search; a plan from what was found until then says ``truncated``. Ctrl-C does the same.
     """
 
-    def __init__(self, problem: Problem, *, progress: Callable[[str], None] | None = None) -> None:
+    def __init__(self, problem: Problem, *, progress: Callable[[str], None] | None = None, max_seconds: float = MAX_SECONDS) -> None:
         self.problem = problem
         self.simulator = Simulator(problem)
         self.judge = Judge(self.simulator, on_simulation=self._tick)
         self.truncated = False
         self._progress = progress or (lambda line: None)
+        self._max_seconds = max_seconds
+        self._stop = Stop()
         self._done: set[str] = set()
         self._stage, self._said_at = "", 0.0
+        self._cuts: tuple[tuple[mincut.Cut, ...], ...] | None = None
+        self._hierarchy: hierarchical.Hierarchy | None = None
 
     def solve(self, budget_bytes: int | None, *, solver: str = "auto") -> Plan:
         """The fastest known plan whose peak, static bytes included, is at most the budget (None: no limit).
@@ -52,74 +101,125 @@ class Planner:
         """
         if solver not in SOLVERS:
             raise InvalidOption(f"solver must be one of {', '.join(SOLVERS)}, got {solver!r}")
-        self._run("default", budget_bytes)
-        archive = self._search(solver, budget_bytes)
-        entry = archive.best(budget_bytes)
-        if entry is None:
-            assert budget_bytes is not None
-            raise self._too_small(budget_bytes, archive, solver)
-        fastest = self.judge.archive.best(None)
-        assert fastest is not None
-        return decide(
-            self.simulator,
-            entry.outcome,
-            budget_bytes=budget_bytes,
-            solver=entry.solver,
-            fastest_us=fastest.outcome.time_us,
-            truncated=self.truncated,
-        )
+        self.judge(self.simulator.default_saved, "default")
+        if solver == "auto":
+            self._search()
+            if self.judge.archive.best(budget_bytes) is None or self._is_all_forward:
+                self._search_orders(budget_bytes)
+            archive = self.judge.archive
+        else:
+            self._run(solver, budget_bytes)
+            archive = self.judge.by_solver.get(solver, Archive())
+        proof = exhaustive.PROOF if "exhaustive" in self._done and not self.truncated and solver == "auto" else ""
+        hint = "" if solver == "auto" else self._hint_of_other_solvers(budget_bytes, solver)
+        return plan_from(self.judge, archive, budget_bytes, solver=solver, truncated=self.truncated, proof=proof, hint=hint)
 
     def frontier(self) -> tuple[Outcome, ...]:
         """Every plan on the Pareto frontier, least peak first; runs the search if it has not run."""
-        self._search("auto", 0)
+        self._search()
         return tuple(entry.outcome for entry in self.judge.archive.frontier())
 
     def add(self, saved: Iterable[int], solver_name: str) -> Outcome:
         """Simulate and archive a saved set from elsewhere (a plan file, a person)."""
         return self.judge(saved, solver_name)
 
-    def _search(self, solver: str, budget_bytes: int | None) -> Archive:
-        if solver != "auto":
-            self._run(solver, budget_bytes)
-            return self.judge.by_solver.get(solver, Archive())
-        free = self.judge.archive.best(None)
-        if not self.problem.fused and (budget_bytes is None or (free is not None and free.outcome.peak_bytes <= budget_bytes)):
-            return self.judge.archive  # without fusion nothing is faster than running every op once
-        for name in ("default", "stock", "region", "selective"):
-            self._run(name, None)
+    def hint(self, budget_bytes: int, least: Outcome) -> str:
+        """What the least reachable peak consists of, and what would help."""
+        return hint_of(self.simulator, budget_bytes, least)
+
+    def _hint_of_other_solvers(self, budget_bytes: int | None, solver: str) -> str:
+        found = " has a plan that fits." if self.judge.archive.best(budget_bytes) else " may find a smaller plan."
+        return f"This is the least that solver={solver!r} alone reaches: solver='auto'{found}"
+
+    @property
+    def _is_all_forward(self) -> bool:
+        """Nothing runs in backward, as in graphs published without sides: then only orders differ."""
+        return not self.problem.fused and all(op.side is Side.FORWARD for op in self.problem.ops)
+
+    def _search(self) -> None:
+        """Fill the frontier, once."""
+        if "search" in self._done:
+            return
+        self._done.add("search")
+        with _SafetyStop(self._max_seconds, self._stop) as safety:
+            for name in ("default", "stock"):
+                self._once(name, name, PROPOSERS[name](self.simulator))
+            if exhaustive.applies(self.simulator):
+                self._once("exhaustive", "exhaustive", exhaustive.propose(self.simulator))
+            elif not self._is_all_forward:
+                self._search_widely()
+        self._note(safety)
+
+    def _search_widely(self) -> None:
+        for name in ("region", "every", "sqrt", "selective"):
+            self._once(name, name, PROPOSERS[name](self.simulator))
         self._once("mutwo seeds", "mutwo", mutwo.propose(self.simulator, max_plans=MAX_MUTWO_PLANS))
+        self._once("mincut", "mincut", self._mincut(None))
+        budgets = rungs(self.judge)
+        for budget_bytes in budgets:
+            self._once(f"mincut for {budget_bytes} bytes", "mincut", self._mincut(budget_bytes))
         if len(self.simulator.candidates) <= MAX_ILP_CANDIDATES:
             self._once("ilp seeds", "ilp", self._ilp_seeds())
-        if "improve" not in self._done:
-            self._done.add("improve")
-            limit = work_limit(len(self.problem.ops), fused=self.problem.fused)
-            self._say(f"improving {len(self.judge.archive)} plans with up to {limit} simulations")
-            improver = Improver(self.judge, limit=limit)
-            improver.run()
-            self.truncated |= improver.truncated
-        return self.judge.archive
+        self._once("regions", "hierarchical", self._hierarchical(None))
+        if not self._stop:
+            self._say("polishing")
+            polish(self.judge, self._stop)
+
+    def _mincut(self, budget_bytes: int | None) -> Iterator[Proposal]:
+        if self._cuts is None:
+            self._cuts = tuple(mincut.sweeps(self.simulator))
+        return mincut.propose(self.simulator, budget_bytes=budget_bytes, known=self._cuts)
+
+    def _search_orders(self, budget_bytes: int | None) -> None:
+        """Schedules for one budget that no saved set fits: revolve, DTR, and annealing from the least of all."""
+        stage = f"orders for {budget_bytes} bytes"
+        if self.problem.fused or budget_bytes is None or stage in self._done:
+            return
+        with _SafetyStop(self._max_seconds, self._stop) as safety:
+            for name in ("revolve", "dtr"):
+                self._once(f"{name} for {budget_bytes} bytes", name, PROPOSERS[name](self.simulator, budget_bytes=budget_bytes))
+            start = self._start_of_orders(budget_bytes)
+            self._once(stage, "anneal", anneal.orders(self.simulator, budget_bytes, start, self._stop))
+        self._note(safety)
+
+    def _start_of_orders(self, budget_bytes: int) -> Schedule:
+        entry = self.judge.archive.best(budget_bytes) or self.judge.archive.least()
+        assert entry is not None
+        return entry.outcome.schedule or anneal.schedule_of(self.simulator, entry.outcome.saved)
 
     def _run(self, name: str, budget_bytes: int | None) -> None:
-        """Let one solver propose; only the ILP looks at the budget, so only it runs again for another one."""
-        if name == "ilp":
-            self._once(f"ilp for {budget_bytes} bytes", name, ilp.propose(self.simulator, budget_bytes=budget_bytes, cut_off=self._cut_off))
-            return
-        proposers = {
-            "default": default.propose,
-            "stock": stock.propose,
-            "region": region.propose,
-            "selective": selective.propose,
-            "mutwo": mutwo.propose,
-        }
-        self._once(name, name, proposers[name](self.simulator))
+        """Let one solver propose."""
+        stage = f"{name} for {budget_bytes} bytes" if name in LOOK_AT_BUDGET else name
+        with _SafetyStop(self._max_seconds, self._stop) as safety:
+            if name == "hierarchical":
+                proposed: Iterator[Proposal] = self._hierarchical(budget_bytes)
+            elif name == "mincut":
+                proposed = self._mincut(budget_bytes)
+            elif name == "ilp":
+                proposed = ilp.propose(self.simulator, budget_bytes=budget_bytes, cut_off=self._cut_off)
+            elif name == "anneal":
+                proposed = anneal.propose(self.simulator, budget_bytes=budget_bytes, stop=self._stop)
+            else:
+                proposed = PROPOSERS[name](self.simulator, budget_bytes=budget_bytes)
+            self._once(stage, name, proposed)
+        self._note(safety)
 
-    def _once(self, stage: str, solver: str, proposed: Iterator[frozenset[int]]) -> None:
-        if stage in self._done:
+    def _hierarchical(self, budget_bytes: int | None) -> Iterator[Proposal]:
+        if self._hierarchy is None and self.simulator.candidates:
+            entries = self.judge.archive.frontier()
+            guides = [entries[place * len(entries) // NUM_GUIDES].outcome.saved for place in range(NUM_GUIDES)]
+            self._hierarchy = hierarchical.Hierarchy(self.simulator, guides=list(dict.fromkeys(guides)), stop=self._stop)
+        return hierarchical.propose(self.simulator, budget_bytes=budget_bytes, hierarchy=self._hierarchy)
+
+    def _once(self, stage: str, solver: str, proposed: Iterator[Proposal]) -> None:
+        if stage in self._done or self._stop:
             return
         self._done.add(stage)
         self._say(stage)
-        for saved in proposed:
-            self.judge(saved, solver)
+        for proposal in proposed:
+            self.judge.judge_any(proposal, solver)
+            if self._stop:
+                return
 
     def _say(self, stage: str) -> None:
         self._stage, self._said_at = stage, monotonic()
@@ -133,6 +233,11 @@ class Planner:
     def _cut_off(self) -> None:
         self.truncated = True
 
+    def _note(self, safety: _SafetyStop) -> None:
+        if safety.was_needed:
+            self.truncated = True
+            self._progress(f"planning: cut short after {safety.seconds:.1f} s, going on with the best plans found")
+
     def _ilp_seeds(self) -> Iterator[frozenset[int]]:
         static = self.problem.total_static_bytes
         transient = self.simulator.evaluate(self.simulator.default_saved).peak_bytes - static
@@ -140,37 +245,25 @@ class Planner:
             budget_bytes = static + int(share * transient)
             yield from ilp.propose(self.simulator, budget_bytes=budget_bytes, limits=ILP_LIMITS, max_rounds=1, cut_off=self._cut_off)
 
-    def _too_small(self, budget_bytes: int, archive: Archive, solver: str) -> BudgetTooSmall:
-        least = archive.least() or self.judge.archive.least()
-        assert least is not None
-        values = self.problem.values
-        pinned = [(values[v].label or values[v].name, size) for v, size in self.simulator.timeline(least.outcome.saved).live_at_peak]
-        return BudgetTooSmall(
-            budget_bytes=budget_bytes,
-            least_peak_bytes=least.outcome.peak_bytes,
-            pinned=tuple(pinned[:8]),
-            hint=self.hint(budget_bytes, least.outcome, solver=solver),
-        )
 
-    def hint(self, budget_bytes: int, least: Outcome, *, solver: str = "auto") -> str:
-        """What the least reachable peak consists of, and what would help."""
-        timeline = self.simulator.timeline(least.saved)
-        live, workspace_bytes = timeline.live_at_peak, timeline.workspace_at_peak_bytes
-        anywhere = self.judge.archive.best(budget_bytes)
-        if solver != "auto":
-            found = " has a plan that fits." if anywhere else " may find a smaller plan."
-            return f"This is the least that solver={solver!r} alone reaches: solver='auto'{found}"
-        static = self.problem.total_static_bytes
-        if budget_bytes <= static:
-            return (
-                f"Parameters, optimizer state and inputs alone take {format_bytes(static)}: raise the budget, "
-                "lower the batch size, use a smaller optimizer state or freeze parameters."
-            )
-        kinds: dict[Kind, int] = {}
-        for value, size in live:
-            kind = self.problem.values[value].kind
-            kinds[kind] = kinds.get(kind, 0) + size
-        parts = sorted(((size, kind.value) for kind, size in kinds.items()), reverse=True)
-        parts.append((workspace_bytes, "workspace"))
-        shares = ", ".join(f"{name} {format_bytes(size)}" for size, name in [(static, "static"), *parts] if size)
-        return f"Of that peak: {shares}. Raise the budget to the least peak or lower the batch size."
+class _SafetyStop:
+    """Sets a stop when its time is over or Ctrl-C is pressed, and takes the latter to mean: go on with what there is."""
+
+    def __init__(self, max_seconds: float, stop: Stop) -> None:
+        self._stop = stop
+        self._timer = Timer(max_seconds, stop.set)
+        self._timer.daemon = True
+        self._started = monotonic()
+        self.was_needed = False
+        self.seconds = 0.0
+
+    def __enter__(self) -> _SafetyStop:
+        self._timer.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        self._timer.cancel()
+        self.seconds = monotonic() - self._started
+        self.was_needed = bool(self._stop) or kind is KeyboardInterrupt
+        self._stop.clear()
+        return kind is KeyboardInterrupt

@@ -1,7 +1,8 @@
 """Checkpoint by region: keep what crosses chosen boundaries of the forward graph, recompute what lies between them.
 
 Boundaries come from three families (valleys of the crossing bytes, the module labels, parts of equal bytes), each thinned to every
-k-th: k = 1 is per-block checkpoint, k = sqrt(n) the plan of Chen et al. 2016 ("Training deep nets with sublinear memory cost").
+k-th: k = 1 is per-block checkpoint, k = sqrt(n) the plan of Chen et al. 2016 ("Training deep nets with sublinear memory cost"). With
+k = 1 also only the first m regions are checkpointed, for every m, and the others left as they are.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from math import isqrt
 from dyngran.passes.problem import Problem
 from dyngran.passes.regions import Crossings, even_boundaries, find_crossings, find_separators, label_boundaries
 from dyngran.passes.simulate import Simulator
+from dyngran.passes.solvers.boundaries import crossing_values, natural_boundaries, values_after
 
-HEAD_OPS = 1000  # above it the variants with a saved head are left to the improving moves, which find them
+HEAD_OPS = 10_000  # above it the variants with a saved head are left out
+MAX_PARTIAL = 64  # numbers of regions checkpointed from the first on, if not all are
 SMALL_SHARE = 0.005  # of the bytes the default plan saves: all small values together take no more
 
 
@@ -57,18 +60,20 @@ def _thinned(base: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def propose(simulator: Simulator, *, budget_bytes: int | None = None) -> Iterator[frozenset[int]]:
-    """Nothing saved, then each family: bare, with small values, and with the part after the last boundary saved as by default."""
+    """Nothing saved, then each family: bare, with small values, and with the part after the last boundary left as it is; then the
+    first m regions only. The same for every budget."""
     problem = simulator.problem
     crossings = find_crossings(problem)
-    small, default = small_values(simulator), simulator.default_saved
+    small = small_values(simulator)
     yield frozenset()
     yield small
-    position = {write: place for place, index in enumerate(crossings.ops) for write in problem.ops[index].writes}
     num_ops = len(problem.ops)
     for boundaries in boundary_families(problem, crossings):
-        kept: frozenset[int] = frozenset().union(*(crossings.at(boundary) for boundary in boundaries))
-        head = frozenset(value for value in default if position.get(value, -1) > boundaries[-1])
+        kept = crossing_values(crossings, boundaries)
         yield kept
         yield kept | small
-        if num_ops <= HEAD_OPS and head - kept:
+        if num_ops <= HEAD_OPS and (head := values_after(simulator, crossings, boundaries[-1])) - kept:
             yield kept | small | head
+    for base in dict.fromkeys((find_separators(crossings), natural_boundaries(problem, crossings))):
+        for end in range(1, len(base), len(base) // MAX_PARTIAL + 1):
+            yield crossing_values(crossings, base[:end]) | small | values_after(simulator, crossings, base[end - 1])

@@ -1,0 +1,32 @@
+"""What the walks over saved sets move: the values worth a decision, in classes of like ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from os import cpu_count
+
+from dyngran.passes.classes import value_classes
+from dyngran.passes.problem import Problem
+
+
+def choosable(problem: Problem, candidates: Iterable[int]) -> list[int]:
+    """Of the candidates those that a plan may save or not: not pinned, not made in the user's checkpoint regions, not always kept."""
+    chosen = []
+    for value in candidates:
+        producer = problem.values[value].producer
+        if producer is None or not problem.values[value].size_bytes or problem.keeps_as_small(value):
+            continue
+        op = problem.ops[producer]
+        if not op.pinned and not op.never_saved:
+            chosen.append(value)
+    return chosen
+
+
+def move_classes(problem: Problem, candidates: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+    """Classes of like values among the choosable candidates, each in the graph's order."""
+    return value_classes(problem, choosable(problem, candidates), num_rounds=2)
+
+
+def num_threads() -> int:
+    """Walks that run side by side; how many has no influence on what they find."""
+    return max(1, min(4, cpu_count() or 1))

@@ -1,0 +1,171 @@
+// What passes/native calls by ctypes. Handles are owned by Python objects; nothing here throws across the border.
+#include <cstring>
+
+#include "choose.h"
+#include "search.h"
+
+using namespace dyngran;
+
+namespace {
+
+Rows make_rows(int num_rows, const int32_t* starts, const int32_t* items) {
+  return {{starts, starts + num_rows + 1}, {items, items + starts[num_rows]}};
+}
+
+Rows find_neighbours(const Graph& graph) {
+  std::vector<std::vector<int32_t>> found(graph.num_values);
+  for (int op = 0; op < graph.num_ops; ++op) {
+    for (auto write = graph.writes.begin(op); write != graph.writes.end(op); ++write) {
+      if (graph.late[*write]) continue;
+      for (auto read = graph.reads.begin(op); read != graph.reads.end(op); ++read) {
+        if (graph.given[*read] || graph.late[*read]) continue;
+        found[*write].push_back(*read);
+        found[*read].push_back(*write);
+      }
+    }
+  }
+  Rows rows{{0}, {}};
+  for (const auto& row : found) {
+    rows.items.insert(rows.items.end(), row.begin(), row.end());
+    rows.starts.push_back(int32_t(rows.items.size()));
+  }
+  return rows;
+}
+
+}  // namespace
+
+extern "C" {
+
+struct GraphArrays {  // as passes/native/graph.py fills it
+  int32_t num_values, num_ops, num_spaces, fused;
+  double launch_us, bytes_per_us;
+  const int32_t *read_starts, *reads, *write_starts, *writes, *need_starts, *needs;
+  const int64_t *live, *full, *workspace, *rerun_workspace;
+  const double* cost;
+  const uint8_t* op_flags;      // 1 fusible, 2 reduction, 4 pinned, 8 never saved, 16 forward, 32 backward
+  const int32_t *space, *producer;
+  const uint8_t* value_flags;   // 1 small, 2 output, 4 gradient, 8 tangent, 16 depends on a tangent
+  int32_t num_wanted, num_late_wanted;
+  const int32_t *wanted, *late_wanted;
+};
+
+uint32_t dyngran_version() { return DYNGRAN_NATIVE_VERSION; }
+
+Graph* dyngran_graph_new(const GraphArrays* from) {
+  auto* graph = new Graph;
+  const int num_values = graph->num_values = from->num_values, num_ops = graph->num_ops = from->num_ops;
+  graph->num_spaces = from->num_spaces;
+  graph->fused = from->fused;
+  graph->launch_us = from->launch_us;
+  graph->bytes_per_us = from->bytes_per_us;
+  graph->reads = make_rows(num_ops, from->read_starts, from->reads);
+  graph->writes = make_rows(num_ops, from->write_starts, from->writes);
+  graph->needs = make_rows(num_ops, from->need_starts, from->needs);
+  graph->live.assign(from->live, from->live + num_values);
+  graph->full.assign(from->full, from->full + num_values);
+  graph->workspace.assign(from->workspace, from->workspace + num_ops);
+  graph->rerun_workspace.assign(from->rerun_workspace, from->rerun_workspace + num_ops);
+  graph->cost.assign(from->cost, from->cost + num_ops);
+  graph->space.assign(from->space, from->space + num_ops);
+  graph->producer.assign(from->producer, from->producer + num_values);
+  for (int op = 0; op < num_ops; ++op) {
+    const int flags = from->op_flags[op];
+    graph->fusible.push_back(flags & 1);
+    graph->reduction.push_back(flags >> 1 & 1);
+    graph->pinned.push_back(flags >> 2 & 1);
+    graph->never_saved.push_back(flags >> 3 & 1);
+    graph->early_ran.push_back(flags >> 4 & 1);
+    if (flags & 16) graph->forward_ops.push_back(op);
+    if (flags & 32) graph->backward_ops.push_back(op);
+  }
+  graph->tangent_bytes = 0;
+  for (int value = 0; value < num_values; ++value) {
+    const int flags = from->value_flags[value];
+    graph->given.push_back(graph->producer[value] < 0);
+    graph->small.push_back(flags & 1);
+    graph->output.push_back(flags >> 1 & 1);
+    graph->gradient.push_back(flags >> 2 & 1);
+    graph->tangent.push_back(flags >> 3 & 1);
+    graph->late.push_back(flags >> 4 & 1);
+    if (flags & 8) graph->tangent_bytes += graph->live[value];
+  }
+  graph->wanted.assign(from->wanted, from->wanted + from->num_wanted);
+  graph->late_wanted.assign(from->late_wanted, from->late_wanted + from->num_late_wanted);
+  graph->neighbours = find_neighbours(*graph);
+  std::vector<int32_t> made_in(num_values), base(num_values);
+  graph->forward_state.assign(num_values, 0);
+  graph->forward_keys.assign(num_ops, 0);
+  find_groups(*graph, graph->forward_ops, made_in, base, graph->forward_state, graph->forward_keys);
+  return graph;
+}
+
+void dyngran_graph_free(Graph* graph) { delete graph; }
+
+Search* dyngran_search_new(const Graph* graph) { return new Search(*graph); }
+
+void dyngran_search_free(Search* search) { delete search; }
+
+// Fills `crossing` (one byte per value) and `outcome` for the values marked in `wished`.
+void dyngran_evaluate(Search* search, const uint8_t* wished, uint8_t* crossing, Outcome* outcome) {
+  *outcome = evaluate(search->graph, search->scratch, wished);
+  std::memcpy(crossing, search->scratch.crossing.data(), size_t(search->graph.num_values));
+}
+
+void dyngran_normalize(Search* search, const uint8_t* wished, uint8_t* crossing) {
+  normalize(search->graph, search->scratch, wished);
+  std::memcpy(crossing, search->scratch.crossing.data(), size_t(search->graph.num_values));
+}
+
+// Op and bytes live per kernel of what was evaluated last; both have Outcome.num_kernels places.
+void dyngran_curve(const Search* search, int32_t* ops, int64_t* live_bytes) {
+  const Scratch& scratch = search->scratch;
+  int64_t live = 0;
+  for (size_t position = 0; position < scratch.kernel_ops.size(); ++position) {
+    live += scratch.change[position];
+    ops[position] = scratch.kernel_ops[position];
+    live_bytes[position] = live + scratch.extra[position];
+  }
+}
+
+// Values that ops of backward read, in the schedule evaluated last: marks them in `read` (one byte per value).
+void dyngran_backward_reads(const Search* search, uint8_t* read) {
+  const Graph& graph = search->graph;
+  std::memset(read, 0, size_t(graph.num_values));
+  for (const int op : search->scratch.backward)
+    for (auto p = graph.reads.begin(op); p != graph.reads.end(op); ++p) read[*p] = 1;
+}
+
+int64_t dyngran_walk(Search* search, const uint8_t* start, int32_t num_classes, const int32_t* class_starts, const int32_t* class_values,
+                     const Settings* settings, const volatile int32_t* stop) {
+  return search->walk(start, make_rows(num_classes, class_starts, class_values), *settings, stop);
+}
+
+// The plans that a search has kept: on the frontier of peak and time, or options by saved bytes, peak and time.
+int32_t dyngran_num_entries(const Search* search, int32_t of_options) {
+  return int32_t(of_options ? search->options.size() : search->archive.entries.size());
+}
+
+void dyngran_entries(const Search* search, int32_t of_options, Outcome* outcomes, uint8_t* crossings) {
+  const size_t width = size_t(search->graph.num_values);
+  const auto write = [&](const Entry& entry) {
+    *outcomes++ = entry.outcome;
+    std::memcpy(crossings, entry.crossing.data(), width);
+    crossings += width;
+  };
+  if (of_options) {
+    for (const Entry& entry : search->options) write(entry);
+  } else {
+    for (const auto& item : search->archive.entries) write(item.second);
+  }
+}
+
+void dyngran_clear(Search* search) {
+  search->archive.entries.clear();
+  search->options.clear();
+}
+
+double dyngran_choose(int32_t num_regions, int32_t num_options, const PathOption* options, const int64_t* forward_extra,
+                      const int64_t* backward_extra, int64_t budget_bytes, int32_t num_bins, int32_t* chosen) {
+  return choose(num_regions, num_options, options, forward_extra, backward_extra, budget_bytes, num_bins, chosen);
+}
+}

@@ -1,0 +1,66 @@
+// Search over saved sets: an archive of the plans that no other beats, and threshold accepting that fills it.
+#pragma once
+
+#include <map>
+
+#include "graph.h"
+
+namespace dyngran {
+
+struct Entry {
+  Outcome outcome;
+  std::vector<uint8_t> crossing;
+};
+
+class Archive {  // by peak; along it time strictly falls
+ public:
+  bool add(const Outcome& outcome, const std::vector<uint8_t>& crossing);
+  std::map<int64_t, Entry> entries;
+};
+
+struct Settings {
+  int64_t budget_bytes;       // transient; peaks above it are penalised
+  double price_us_per_byte;   // of every byte above the budget
+  double saved_us_per_byte;   // of every saved byte, and
+  double peak_us_per_byte;    // of every byte of the peak: zero, but for lists of options
+  double first_threshold_us;  // by how much worse a plan may be to be accepted, in the beginning; it falls quadratically to zero
+  int64_t num_evaluations;
+  uint64_t seed;
+};
+
+class Random {  // splitmix64
+ public:
+  explicit Random(uint64_t seed) : state_(seed) {}
+  uint64_t next() {
+    uint64_t z = (state_ += 0x9E3779B97F4A7C15ull);
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    return z ^ (z >> 31);
+  }
+  int below(int bound) { return int((next() >> 32) * uint64_t(bound) >> 32); }
+  double share() { return double(next() >> 11) * 0x1p-53; }
+
+ private:
+  uint64_t state_;
+};
+
+class Search {
+ public:
+  Search(const Graph& graph) : graph(graph), scratch(graph) {}
+  // Walks from `start` (one byte per value) by moves over `classes` of like values in the graph's order. Every plan on the way is
+  // offered to `archive`. Returns how many were evaluated.
+  int64_t walk(const uint8_t* start, const Rows& classes, const Settings& settings, const volatile int32_t* stop);
+
+  const Graph& graph;
+  Scratch scratch;
+  Archive archive;
+  std::vector<Entry> options;  // 3-dimensional: (saved bytes, peak, time), kept if Settings prices saved or peak bytes
+
+ private:
+  void move(const Rows& classes, const Outcome& now, int64_t budget_bytes, Random& random);
+  void add_option(const Outcome& outcome);
+
+  std::vector<uint8_t> wished_, tried_, crossing_;
+};
+
+}  // namespace dyngran

@@ -1,0 +1,72 @@
+"""Polishing: from the best plan known for each of a ladder of budgets, moves that the simulator judges exactly.
+
+Each rung of the ladder is one walk (`passes/native/search.cpp`) that keeps to its budget; whatever a walk meets goes into the archive, so
+that one rung also serves the others. The rungs do not depend on the budget that a person asked for, so neither does the frontier. They
+run side by side on the cores there are; each walk depends on its own start alone, so the result is the same on any number of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from dyngran.passes.archive import Judge
+from dyngran.passes.moves import move_classes, num_threads
+from dyngran.passes.native.graph import NativeSearch, Stop
+from dyngran.passes.simulate import free_transient
+from dyngran.passes.solvers.anneal import walk_settings
+
+NAME = "polish"
+NUM_RUNGS = 40
+WORK = 70_000_000  # op visits of all walks together
+MAX_EVALUATIONS = 400  # per walk
+THRESHOLDS = (5e-5, 0.0)  # of the step, one sweep over the ladder each
+LOWER = 0.98  # the lowest rungs ask for less than the least peak known
+
+
+def rungs(judge: Judge) -> list[int]:
+    """Budgets (static bytes included): `NUM_RUNGS` even shares of the free transient, from just below the least peak known."""
+    static = judge.simulator.problem.total_static_bytes
+    entries = judge.archive.frontier()
+    least = entries[0].outcome.peak_bytes - static
+    even = free_transient(judge.simulator)
+    steps = [even * step // NUM_RUNGS for step in range(1, NUM_RUNGS + 1)]
+    return [static + rung for rung in sorted({int(least * LOWER**2), int(least * LOWER), *(step for step in steps if step > least)})]
+
+
+def polish(judge: Judge, stop: Stop, *, on_walk: Callable[[], None] = lambda: None) -> None:
+    """Walk every rung, twice: first with room for detours, then downhill only."""
+    simulator = judge.simulator
+    problem = simulator.problem
+    classes = move_classes(problem, simulator.candidates)
+    if not classes:
+        return
+    for sweep, threshold in enumerate(THRESHOLDS):
+        budgets = rungs(judge)
+        count = min(MAX_EVALUATIONS, WORK // len(THRESHOLDS) // len(budgets) // max(1, len(problem.ops)))
+        starts = [_start(judge, budget_bytes) for budget_bytes in budgets]
+
+        def walk(
+            place: int,
+            *,
+            threshold: float = threshold,
+            sweep: int = sweep,
+            starts: Sequence[bytes] = starts,
+            budgets: Sequence[int] = budgets,
+            count: int = count,
+        ) -> tuple[NativeSearch, int]:
+            search = NativeSearch(simulator.native_graph)
+            seed = sweep * len(budgets) + place
+            settings = walk_settings(simulator, budgets[place], threshold=threshold, num_evaluations=count, seed=seed)
+            return search, search.walk(starts[place], classes, settings, stop)
+
+        with ThreadPoolExecutor(num_threads()) as pool:
+            for search, num_evaluations in pool.map(walk, range(len(budgets))):
+                judge.take(search, num_evaluations, NAME)
+                on_walk()
+
+
+def _start(judge: Judge, budget_bytes: int) -> bytes:
+    entry = judge.archive.best(budget_bytes) or judge.archive.least()
+    assert entry is not None
+    return judge.simulator.native.mask(entry.outcome.saved)

@@ -1,0 +1,90 @@
+"""From what a solver proposes to the plan for a budget: the one signature that every solver has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from dyngran.passes.archive import Archive, Judge, Proposal
+from dyngran.passes.bounds import Bound, lower_bound
+from dyngran.passes.decide import decide
+from dyngran.passes.errors import BudgetTooSmall, format_bytes
+from dyngran.passes.plan import Plan
+from dyngran.passes.problem import Kind, Problem
+from dyngran.passes.simulate import Outcome, Simulator
+
+Propose = Callable[..., Iterator[Proposal]]
+
+
+def solve_with(propose: Propose, name: str, problem: Problem, budget_bytes: int | None) -> Plan:
+    """The fastest plan that one solver proposes for a budget (bytes, static bytes included; None: no limit).
+
+    Raises BudgetTooSmall if none fits, with the least peak among its proposals.
+    """
+    judge = Judge(Simulator(problem))
+    for proposal in propose(judge.simulator, budget_bytes=budget_bytes):
+        judge.judge_any(proposal, name)
+    return plan_from(judge, judge.archive, budget_bytes, solver=name)
+
+
+def plan_from(
+    judge: Judge, archive: Archive, budget_bytes: int | None, *, solver: str, truncated: bool = False, proof: str = "", hint: str = ""
+) -> Plan:
+    """The archive's answer to a budget. ``proof``: why no plan of the archive's kind is faster, if that is known.
+
+    Raises BudgetTooSmall with ``hint``, or with what the least peak consists of.
+    """
+    entry = archive.best(budget_bytes)
+    if entry is None:
+        assert budget_bytes is not None
+        raise too_small(judge, archive, budget_bytes, hint=hint)
+    fastest = judge.archive.best(None)
+    assert fastest is not None
+    outcome = entry.outcome
+    bound = lower_bound(judge.simulator.problem, budget_bytes)
+    if proof and outcome.schedule is None:
+        bound = Bound(outcome.time_us, proof)
+    elif bound.time_us >= outcome.time_us * (1 - 1e-9):
+        bound = Bound(outcome.time_us, "exact: equal to the relaxation's bound")
+    return decide(
+        judge.simulator,
+        outcome,
+        budget_bytes=budget_bytes,
+        solver=entry.solver,
+        fastest_us=fastest.outcome.time_us,
+        truncated=truncated,
+        bound=bound,
+    )
+
+
+def too_small(judge: Judge, archive: Archive, budget_bytes: int, *, hint: str = "") -> BudgetTooSmall:
+    """The refusal: the least peak of the archive, and what is live there."""
+    least = archive.least() or judge.archive.least()
+    assert least is not None
+    values = judge.simulator.problem.values
+    pinned = [(values[v].label or values[v].name, size) for v, size in judge.simulator.timeline(least.outcome.saved).live_at_peak]
+    return BudgetTooSmall(
+        budget_bytes=budget_bytes,
+        least_peak_bytes=least.outcome.peak_bytes,
+        pinned=tuple(pinned[:8]),
+        hint=hint or hint_of(judge.simulator, budget_bytes, least.outcome),
+    )
+
+
+def hint_of(simulator: Simulator, budget_bytes: int, least: Outcome) -> str:
+    """What the least reachable peak consists of, and what would help."""
+    problem = simulator.problem
+    static = problem.total_static_bytes
+    if budget_bytes <= static:
+        return (
+            f"Parameters, optimizer state and inputs alone take {format_bytes(static)}: raise the budget, "
+            "lower the batch size, use a smaller optimizer state or freeze parameters."
+        )
+    timeline = simulator.timeline(least.saved)
+    kinds: dict[Kind, int] = {}
+    for value, size in timeline.live_at_peak:
+        kind = problem.values[value].kind
+        kinds[kind] = kinds.get(kind, 0) + size
+    parts = sorted(((size, kind.value) for kind, size in kinds.items()), reverse=True)
+    parts.append((timeline.workspace_at_peak_bytes, "workspace"))
+    shares = ", ".join(f"{name} {format_bytes(size)}" for size, name in [(static, "static"), *parts] if size)
+    return f"Of that peak: {shares}. Raise the budget to the least peak or lower the batch size."
