@@ -26,6 +26,7 @@ from dyngran.passes.schedule import replay_schedule
 from dyngran.passes.solvers.order import MOVES, anneal_order
 
 JsonObject = dict[str, Any]
+PUBLISHED = Path(__file__).resolve().parent / "published.json"
 _ENDS = (("source", "target"), ("0", "1"))  # what links call their ends
 _COSTS = (("cost_cpu", "cost_ram"), ("duration", "out_cost"))  # what nodes call their duration and the size of their result
 
@@ -92,6 +93,13 @@ def least_peak_bytes(problem: Problem) -> int:
     return max((sum(sizes[value] for value in (*op.reads, *op.writes)) for op in problem.ops), default=0)
 
 
+def published(name: str, fraction: float) -> JsonObject:
+    """What others report for a graph and a budget, by planner: per cent of duration, per cent of the initial peak, seconds."""
+    rows = json.loads(PUBLISHED.read_bytes())["rows"]
+    found = [row for row in rows if row["graph"] == name and row["fraction"] == fraction]
+    return {planner: row[planner] for row in found for planner in ("checkmate", "moccasin", "fastsa") if row[planner] is not None}
+
+
 def row_of(name: str, problem: Problem, fraction: float, *, num_moves: int | None, max_seconds: float) -> JsonObject:
     """One graph at one budget: duration increase in per cent, peak, seconds. ``increase`` is None if nothing that fits was found."""
     start = initial_schedule(problem)
@@ -114,6 +122,7 @@ def row_of(name: str, problem: Problem, fraction: float, *, num_moves: int | Non
         "floor_percent": round(100 * least_peak_bytes(problem) / initial.peak_bytes, 2),
         "seconds": round(seconds, 2),
         "truncated": truncated,
+        "published": published(name, fraction),
     }
 
 
@@ -136,7 +145,8 @@ def _keys(entry: JsonObject, spellings: tuple[tuple[str, str], ...], what: str) 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("graphs", nargs="+", type=Path, metavar="GRAPH", help="graphs in networkx's node-link form")
-    parser.add_argument("--fractions", nargs="+", type=float, default=[0.9, 0.8, 0.7, 0.5, 0.25], help="budgets as shares of the initial peak")
+    fractions = [0.9, 0.8, 0.7, 0.5, 0.25]
+    parser.add_argument("--fractions", nargs="+", type=float, default=fractions, help="budgets as shares of the initial peak")
     parser.add_argument("--moves", type=int, help="moves of the annealing; by default as many as the planner's own")
     parser.add_argument("--limit-s", type=float, default=600.0, help="safety stop per budget")
     parser.add_argument("--json", type=Path, metavar="OUT", help="append every row to this file")
@@ -153,7 +163,8 @@ def main() -> int:
                 shown = "no order fits" if row["increase_percent"] is None else f"{row['increase_percent']:+8.3f} %"
                 print(
                     f"{path.stem[:32]:32} {row['nodes']:>5} ops {fraction:4.0%}  peak {row['peak_percent']:6.2f} %  duration {shown:>14}  "
-                    f"{row['seconds']:7.2f} s  (floor {row['floor_percent']:.1f} %)",
+                    f"{row['seconds']:7.2f} s  (floor {row['floor_percent']:.1f} %)"
+                    + "".join(f"  {planner}: +{cost} % {took} s" for planner, (cost, _, took) in row["published"].items()),
                     flush=True,
                 )
                 if args.json is not None:

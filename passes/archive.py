@@ -9,12 +9,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from dyngran.passes.native.graph import NativeSearch
+from dyngran.passes.native.graph import NativeOutcome, NativeSearch
 from dyngran.passes.plan import Schedule
 from dyngran.passes.schedule import replay_schedule
 from dyngran.passes.simulate import Outcome, Simulator
 
-Proposal = frozenset[int] | Schedule  # what a solver proposes: values to save, or the order of every op
+Proposal = frozenset[int] | bytes | Schedule  # what a solver proposes: values to save, as a set or a mask, or the order of every op
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,17 @@ class Archive:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def accepts(self, peak_bytes: int, time_us: float) -> bool:
+        """Whether a plan of that peak and time would be on the frontier. An equal one that is there already stays."""
+        at = bisect_right(self._peaks, peak_bytes)
+        return not at or self._entries[at - 1].outcome.time_us > time_us
+
     def add(self, entry: Entry) -> bool:
-        """Keep the entry if it is on the frontier; True if it was kept. An equal one that is there already stays."""
+        """Keep the entry if it is on the frontier; True if it was kept."""
         outcome = entry.outcome
-        at = bisect_right(self._peaks, outcome.peak_bytes)
-        if at and self._entries[at - 1].outcome.time_us <= outcome.time_us:
+        if not self.accepts(outcome.peak_bytes, outcome.time_us):
             return False
+        at = bisect_right(self._peaks, outcome.peak_bytes)
         start = at - 1 if at and self._peaks[at - 1] == outcome.peak_bytes else at
         end = at
         while end < len(self._entries) and self._entries[end].outcome.time_us >= outcome.time_us:
@@ -105,17 +110,28 @@ class Judge:
         self._keep(outcome, solver)
         return outcome
 
-    def judge_any(self, proposal: Proposal, solver: str) -> Outcome:
-        return self.judge_schedule(proposal, solver) if isinstance(proposal, Schedule) else self(proposal, solver)
+    def judge_any(self, proposal: Proposal, solver: str) -> None:
+        """Simulate what a solver proposes, and archive it if it is on a frontier."""
+        if isinstance(proposal, Schedule):
+            self.judge_schedule(proposal, solver)
+            return
+        native = self.simulator.native
+        crossing, found = native.evaluate(proposal if isinstance(proposal, bytes) else native.mask(proposal))
+        self._count(1)
+        self._offer(crossing, found, solver)
 
     def take(self, search: NativeSearch, num_evaluations: int, solver: str) -> None:
         """Archive what a native walk of ``num_evaluations`` plans has found."""
         self._count(num_evaluations)
         for crossing, found in search.take():
-            peak_bytes = self.simulator.problem.total_static_bytes + found.peak_bytes
-            best = self.by_solver.setdefault(solver, Archive()).best(peak_bytes)
-            if best is None or round(found.time_us, 6) < best.outcome.time_us:
-                self._keep(self.simulator.outcome_of(crossing, found), solver)
+            self._offer(crossing, found, solver)
+
+    def _offer(self, crossing: bytes, found: NativeOutcome, solver: str) -> None:
+        """Archive an evaluated mask; one that is on no frontier costs nothing more."""
+        peak_bytes, time_us = self.simulator.problem.total_static_bytes + found.peak_bytes, round(found.time_us, 6)
+        own = self.by_solver.setdefault(solver, Archive())
+        if own.accepts(peak_bytes, time_us) or self.archive.accepts(peak_bytes, time_us):
+            self._keep(self.simulator.outcome_of(crossing, found), solver)
 
     def _keep(self, outcome: Outcome, solver: str) -> None:
         entry = Entry(outcome, solver)

@@ -51,6 +51,7 @@ class RegionGraph:
         for op in problem.ops:
             for read in op.reads:
                 self.readers[read].append(op.index)
+        self._orders: dict[tuple[int, int], tuple[int, ...]] = {}
         self._far = self._find_far()
         self.kinds = [self._signature(number) for number in range(self.num_regions)]
 
@@ -107,16 +108,15 @@ class RegionGraph:
         """Ops of regions ``first .. end - 1`` in the problem's order."""
         return sorted(index for number in range(first, end) for index in self.ops[number])
 
-    def values_in_order(self, first: int, end: int) -> list[int]:
+    def values_in_order(self, first: int, end: int) -> tuple[int, ...]:
         """What a group makes, then what it reads from outside, in an order that is the same for groups that are built alike."""
-        found: dict[int, None] = {}
-        for number in range(first, end):
-            for index in self.ops[number]:
-                found.update(dict.fromkeys(self.problem.ops[index].writes))
-        for number in range(first, end):
-            for index in self.ops[number]:
-                found.update(dict.fromkeys(self.problem.ops[index].reads))
-        return list(found)
+        known = self._orders.get((first, end))
+        if known is None:
+            ops = [self.problem.ops[index] for number in range(first, end) for index in self.ops[number]]
+            found = dict.fromkeys(write for op in ops for write in op.writes)
+            found.update(dict.fromkeys(read for op in ops for read in op.reads))
+            known = self._orders[first, end] = tuple(found)
+        return known
 
     def local_problem(self, first: int, end: int) -> LocalProblem:
         return _LocalBuilder(self, first, end).build()

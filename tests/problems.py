@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from random import Random
 
 from hypothesis import strategies as st
 
@@ -214,3 +215,214 @@ def problems(draw: st.DrawFn, *, max_forward: int = 7, fused: bool | None = None
     if draw(st.booleans()):
         build.gradients.add(draw(st.sampled_from(made)))
     return build.build(keep_below_bytes=draw(st.sampled_from([0, 0, 1])), bytes_per_us=2.0)
+
+
+@dataclass
+class Tape:
+    """A forward graph that is differentiated when it is done: one BACKWARD op per operand, one per weight, sums where a value has readers.
+
+    ``needs`` of `op` says what of the op its backward reads: "inputs", "output", "both" or "" (a sum, a copy).
+    """
+
+    build: Builder = field(default_factory=Builder)
+    rows: list[tuple[str, list[int], int, int, float, str, str]] = field(default_factory=list)
+    weight_gradients: dict[int, int] = field(default_factory=dict)
+
+    def op(
+        self,
+        target: str,
+        reads: list[int],
+        size_bytes: int,
+        *,
+        cost_us: float = 2.0,
+        needs: str = "inputs",
+        weight: int = -1,
+        region: str = "",
+        pinned: str = "",
+        reduction: bool = False,
+    ) -> int:
+        heavy = weight >= 0 or target in ("attention", "pool")
+        made = self.build.op(
+            [*reads, weight] if weight >= 0 else reads,
+            size_bytes,
+            cost_us=cost_us,
+            target=target,
+            fusible=not heavy,
+            reduction=reduction,
+            region=region,
+            pinned=pinned,
+        )
+        self.rows.append((target, reads, weight, made, cost_us, needs, region))
+        return made
+
+    def finish(self, last: list[int], **options: int) -> Problem:
+        """A loss of ``last``, and backward."""
+        build = self.build
+        build.outputs.add(build.op(last, 0, target="loss", fusible=True, reduction=True, region="head"))
+        tangent = build.given(0, Kind.TANGENT)
+        arrived: dict[int, int] = {}
+        for value in last:
+            self._arrive(
+                arrived, value, build.op([value, tangent], build.values[value].size_bytes, side=Side.BACKWARD, kind=Kind.TEMPORARY)
+            )
+        for target, reads, weight, made, cost_us, needs, region in reversed(self.rows):
+            if made not in arrived:
+                continue
+            gradient = arrived.pop(made)
+            tensors = [read for read in dict.fromkeys(reads) if build.values[read].producer is not None]
+            operands = [gradient, *(reads if needs in ("inputs", "both") else ()), *([made] if needs in ("output", "both") else ())]
+            if weight >= 0:
+                self._weight_gradient(weight, build.op(operands, 1, cost_us=cost_us, side=Side.BACKWARD, kind=Kind.GRADIENT, region=region))
+                operands = [gradient, weight]
+            for read in tensors:
+                size = build.values[read].size_bytes
+                part = build.op(
+                    operands, size, cost_us=cost_us, side=Side.BACKWARD, target=f"{target}_backward", kind=Kind.TEMPORARY, region=region
+                )
+                self._arrive(arrived, read, part)
+        return build.build(**options)
+
+    def _arrive(self, arrived: dict[int, int], value: int, part: int) -> None:
+        if value in arrived:
+            size = self.build.values[value].size_bytes
+            part = self.build.op([arrived[value], part], size, side=Side.BACKWARD, target="add", fusible=True, kind=Kind.TEMPORARY)
+        arrived[value] = part
+
+    def _weight_gradient(self, weight: int, part: int) -> None:
+        if weight in self.weight_gradients:
+            self.build.gradients.remove(self.weight_gradients[weight])
+            part = self.build.op([self.weight_gradients[weight], part], 1, side=Side.BACKWARD, target="add", kind=Kind.GRADIENT)
+        self.weight_gradients[weight] = part
+        self.build.gradients.add(part)
+
+
+def _convolve(tape: Tape, current: int, size: int, region: str, *, cost_us: float = 20.0) -> int:
+    """Convolution, batch norm with statistics that the caller gets back, rectifier."""
+    made = tape.op("conv", [current], size, cost_us=cost_us, weight=tape.build.given(1), region=region)
+    mean = tape.op("mean", [made], 1, reduction=True, region=region)
+    normed = tape.op("normalize", [made, mean], size, needs="inputs", region=region)
+    return tape.op("relu", [normed], size, needs="output", region=region)
+
+
+def conv_net(num_blocks: int, *, unit: int = 64) -> Problem:
+    """A residual network with batch norms, whose running statistics are forward outputs made at the end of forward."""
+    tape = Tape()
+    current = _convolve(tape, tape.build.given(unit, Kind.INPUT), unit, "stem")
+    for block in range(num_blocks):
+        inner = _convolve(tape, current, unit, f"blocks.{block}")
+        current = tape.op("add", [current, _convolve(tape, inner, unit, f"blocks.{block}")], unit, needs="", region=f"blocks.{block}")
+    for _, _, _, made, _, _, _ in [row for row in tape.rows if row[0] == "mean"]:
+        tape.build.outputs.add(tape.build.op([made, tape.build.given(1, Kind.BUFFER)], 1, target="running_mean", fusible=True))
+    return tape.finish([current])
+
+
+def unet(depth: int, *, num_convs: int = 2, unit: int = 1 << 10) -> Problem:
+    """Down and up ``depth`` levels, each of half the bytes, with a skip on every level."""
+    tape = Tape()
+    current = tape.build.given(unit, Kind.INPUT)
+    skips = []
+    for level in range(depth):
+        for _ in range(num_convs):
+            made = tape.op("conv", [current], unit >> level, cost_us=20.0, weight=tape.build.given(1), region=f"down.{level}")
+            current = tape.op("relu", [made], unit >> level, needs="output", region=f"down.{level}")
+        skips.append(current)
+        current = tape.op("pool", [current], unit >> (level + 1), needs="both", region=f"down.{level}")
+    current = tape.op("conv", [current], unit >> depth, cost_us=20.0, weight=tape.build.given(1), region="middle")
+    for level in reversed(range(depth)):
+        region = f"up.{level}"
+        raised = tape.op("upsample", [current], unit >> level, needs="", region=region)
+        current = tape.op("concatenate", [raised, skips[level]], 2 * (unit >> level), needs="", region=region)
+        for _ in range(num_convs):
+            made = tape.op("conv", [current], unit >> level, cost_us=20.0, weight=tape.build.given(1), region=region)
+            current = tape.op("relu", [made], unit >> level, needs="output", region=region)
+    return tape.finish([current])
+
+
+def _block(tape: Tape, stream: int, memory: int, unit: int, region: str, weights: dict[str, int] | None = None) -> int:
+    """Attention (to ``memory`` if it is not the stream itself) and an MLP, each with a norm before and a sum after."""
+    known = {} if weights is None else weights
+
+    def weight(name: str) -> int:
+        if name not in known:
+            known[name] = tape.build.given(1)
+        return known[name]
+
+    normed = tape.op("norm", [stream], unit, region=region, reduction=True)
+    source = normed if memory == stream else memory
+    query = tape.op("mm", [normed], unit, cost_us=20.0, weight=weight("query"), region=region)
+    pair = tape.op("mm", [source], 2 * unit, cost_us=40.0, weight=weight("pair"), region=region)
+    mixed = tape.op("attention", [query, pair], unit, cost_us=30.0, needs="both", region=region)
+    mixed = tape.op("mm", [mixed], unit, cost_us=20.0, weight=weight("out"), region=region)
+    stream = tape.op("add", [stream, mixed], unit, needs="", region=region)
+    normed = tape.op("norm", [stream], unit, region=region, reduction=True)
+    inner = tape.op("mm", [normed], 4 * unit, cost_us=80.0, weight=weight("up"), region=region)
+    inner = tape.op("gelu", [inner], 4 * unit, region=region)
+    mixed = tape.op("mm", [inner], unit, cost_us=80.0, weight=weight("down"), region=region)
+    return tape.op("add", [stream, mixed], unit, needs="", region=region)
+
+
+def encoder_decoder(num_layers: int, *, unit: int = 64) -> Problem:
+    """As many encoder as decoder layers; every decoder layer attends to what the encoder ends with."""
+    tape = Tape()
+    memory = tape.build.given(unit, Kind.INPUT)
+    for layer in range(num_layers):
+        memory = _block(tape, memory, memory, unit, f"encoder.{layer}")
+    stream = tape.build.given(unit, Kind.INPUT)
+    for layer in range(num_layers):
+        stream = _block(tape, stream, stream, unit, f"decoder.{layer}.self")
+        stream = _block(tape, stream, memory, unit, f"decoder.{layer}.cross")
+    return tape.finish([stream])
+
+
+def two_towers(num_layers: int, *, unit: int = 64) -> Problem:
+    """Two inputs through the same blocks (weights shared), compared at the end."""
+    tape = Tape()
+    weights: list[dict[str, int]] = [{} for _ in range(num_layers)]
+    ends = []
+    for tower in range(2):
+        stream = tape.build.given(unit, Kind.INPUT)
+        for layer in range(num_layers):
+            stream = _block(tape, stream, stream, unit, f"towers.{tower}.{layer}", weights[layer])
+        ends.append(stream)
+    return tape.finish([tape.op("mm", ends, unit, cost_us=20.0, region="head")])
+
+
+def densenet(num_blocks: int, num_layers: int, *, unit: int = 64) -> Problem:
+    """In each block every layer reads all that the layers before it made; a transition halves what goes to the next block."""
+    tape = Tape()
+    current = tape.op("conv", [tape.build.given(unit, Kind.INPUT)], unit, cost_us=20.0, weight=tape.build.given(1), region="stem")
+    for block in range(num_blocks):
+        made = [current]
+        for layer in range(num_layers):
+            region = f"blocks.{block}.{layer}"
+            joined = tape.op("concatenate", made, sum(tape.build.values[value].size_bytes for value in made), needs="", region=region)
+            active = tape.op("relu", [joined], tape.build.values[joined].size_bytes, needs="output", region=region)
+            made.append(tape.op("conv", [active], unit // 4, cost_us=20.0, weight=tape.build.given(1), region=region))
+        joined = tape.op("concatenate", made, sum(tape.build.values[value].size_bytes for value in made), needs="")
+        current = tape.op("conv", [joined], unit, cost_us=20.0, weight=tape.build.given(1), region=f"transitions.{block}")
+    return tape.finish([current])
+
+
+def layered(seed: int, num_layers: int, *, width: int = 3, largest: int = 9, fused: bool = False) -> Problem:
+    """Irregular: layers of one to ``width`` ops of random sizes and costs that read any of the last three layers, some of them pinned."""
+    draw = Random(seed)
+    tape = Tape(Builder(fused=fused))
+    layers = [[tape.build.given(draw.randint(1, largest), Kind.INPUT)]]
+    for _ in range(num_layers):
+        near = [value for layer in layers[-3:] for value in layer]
+        layers.append(
+            [
+                tape.op(
+                    draw.choice(("mm", "mul", "add")),
+                    draw.sample(near, min(len(near), draw.randint(1, 2))),
+                    draw.randint(0, largest),
+                    cost_us=float(draw.randint(1, 9)),
+                    needs=draw.choice(("inputs", "inputs", "output", "both", "")),
+                    weight=tape.build.given(1) if draw.random() < 0.3 else -1,
+                    pinned="random" if draw.random() < 0.05 else "",
+                )
+                for _ in range(draw.randint(1, width))
+            ]
+        )
+    read = {value for _, reads, *_ in tape.rows for value in reads}
+    return tape.finish([row[3] for row in tape.rows if row[3] not in read] or layers[-1], bytes_per_us=4)

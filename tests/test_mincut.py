@@ -13,7 +13,7 @@ from problems import Builder, chain, problems, transformer
 from dyngran.passes.problem import Kind, Problem, Side
 from dyngran.passes.simulate import Simulator
 from dyngran.passes.solvers import mincut
-from dyngran.passes.solvers.mincut import Cut, Network, blend, make_terms, sweep
+from dyngran.passes.solvers.mincut import Cut, Network, Sweeps, blend, make_terms, sweep
 
 SLOW = [HealthCheck.too_slow]
 
@@ -72,13 +72,12 @@ def test_repair_never_leaves_the_budget_and_never_beats_the_optimum(problem: Pro
     optimum = every_plan(simulator)
     budget_bytes = min(outcome.peak_bytes for outcome in optimum) + slack
     best = min(outcome.time_us for outcome in optimum if outcome.peak_bytes <= budget_bytes)
-    for cuts in mincut.sweeps(simulator):
-        peaks = [simulator.evaluate(cut.saved).peak_bytes for cut in cuts]
-        if min(peaks) <= budget_bytes:
-            for saved in mincut._approach(simulator, cuts, budget_bytes):
-                outcome = simulator.evaluate(saved)
-                assert outcome.peak_bytes <= budget_bytes
-                assert outcome.time_us >= best
+    known = Sweeps(simulator)
+    if any(simulator.native.evaluate(mask)[1].peak_bytes + problem.total_static_bytes <= budget_bytes for mask in known.masks()):
+        for mask in known.near(budget_bytes, num_sweeps=3):
+            outcome = simulator.evaluate(simulator.native.members(mask))
+            assert outcome.peak_bytes <= budget_bytes
+            assert outcome.time_us >= best
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -89,9 +88,7 @@ def test_budgets_of_a_transformer_are_met_and_used(fused: bool) -> None:
     times = []
     for share in (0.9, 0.7, 0.5):
         budget_bytes = static + int(share * (free.peak_bytes - static))
-        fitting = [outcome for saved in mincut.propose(simulator, budget_bytes=budget_bytes) if (outcome := simulator.evaluate(saved))]
-        best = min((outcome for outcome in fitting if outcome.peak_bytes <= budget_bytes), key=lambda outcome: outcome.time_us)
-        times.append(best.time_us)
+        times.append(mincut.solve(simulator.problem, budget_bytes).time_us)
     everything = simulator.evaluate(frozenset()).time_us
     assert times == sorted(times)
     assert times[-1] < (free.time_us + everything) / 2
@@ -99,8 +96,8 @@ def test_budgets_of_a_transformer_are_met_and_used(fused: bool) -> None:
 
 def test_sweeps_depend_on_no_budget() -> None:
     simulator = Simulator(transformer(3))
-    known = tuple(mincut.sweeps(simulator))
-    assert known == tuple(mincut.sweeps(simulator))
+    known = Sweeps(simulator)
+    assert list(known.masks()) == list(Sweeps(simulator).masks())
     budget_bytes = simulator.evaluate(simulator.default_saved).peak_bytes * 3 // 4
     again = list(mincut.propose(simulator, budget_bytes=budget_bytes, known=known))
     assert again == list(mincut.propose(simulator, budget_bytes=budget_bytes))
@@ -117,9 +114,10 @@ def test_few_flows_leave_out_small_corners_only() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(low=st.frozensets(st.integers(0, 9)), high=st.frozensets(st.integers(0, 9)), end=st.integers(0, 10))
-def test_a_blend_changes_sides_once(low: frozenset[int], high: frozenset[int], end: int) -> None:
-    assert blend(low, high, end) == {v for v in range(10) if v in (low if v < end else high)}
+@given(masks=st.lists(st.tuples(st.booleans(), st.booleans()), min_size=10, max_size=10), end=st.integers(0, 10))
+def test_a_blend_changes_sides_once(masks: list[tuple[bool, bool]], end: int) -> None:
+    low, high = (bytes(mask) for mask in zip(*masks, strict=True))
+    assert list(blend(low, high, end)) == [low[v] if v < end else high[v] for v in range(10)]
 
 
 @pytest.mark.parametrize(("huge", "tiny"), [(2**60, 1), (10**15, 0), (1, 1)])

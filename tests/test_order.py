@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +24,7 @@ State = tuple[bool, frozenset[int], frozenset[int]]  # in backward?, ops that ra
 def best_cost(problem: Problem, budget_bytes: int) -> float | None:
     """The least time of any schedule within the budget, by Dijkstra over what ran and what is in memory; None if there is none.
 
-    Exponential: for problems of about ten ops, each with one result.
+    Exponential: for problems of about ten ops, each with one result; forward outputs must be such as may be saved.
     """
     sizes = [0 if value.kind.is_static else value.size_bytes for value in problem.values]
     given_values = frozenset(value.index for value in problem.values if value.producer is None)
@@ -40,19 +41,18 @@ def best_cost(problem: Problem, budget_bytes: int) -> float | None:
         held = forward_outputs if late else frozenset()
         found: list[tuple[float, State]] = [(0.0, (late, ran, memory - {value})) for value in memory - held]
         if not late and must_forward <= ran and forward_outputs <= memory:
-            found.append((0.0, (True, ran, memory - (recomputed_only - forward_outputs))))
-        hidden = recomputed_only & forward_outputs if late else frozenset()  # held, but not to be read
-        readable = (memory - hidden) | given_values
+            found.append((0.0, (True, ran, memory - recomputed_only)))
+        readable = memory | given_values
         for op in problem.ops:
             if (op.side is Side.BACKWARD and not late) or (op.pinned and op.index in ran) or not set(op.reads) <= readable:
                 continue
             write = op.writes[0]
-            if write in memory and write not in hidden:
+            if write in memory:
                 continue
             live = sum(sizes[value] for value in memory) + sizes[write] + op.workspace_bytes
             if late:
                 live += tangent_bytes + (op.rerun_bytes if op.index in ran else 0)
-            if live <= room and write not in hidden:
+            if live <= room:
                 found.append((op.cost_us, (late, ran | {op.index}, memory | {write})))
         return found
 
@@ -85,23 +85,28 @@ def annealed(problem: Problem, budget_bytes: int, *, num_moves: int = 5_000, see
     return found, outcome.peak_bytes, outcome.time_us
 
 
-@settings(max_examples=60)
-@given(problem=problems(max_forward=4, fused=False), budget_bytes=st.integers(0, 40))
-def test_what_fits_is_never_better_than_the_best_order(problem: Problem, budget_bytes: int) -> None:
-    if any(problem.ops[problem.values[v].producer or 0].never_saved for v in problem.forward_outputs):
-        return  # a copy that is held and another that is read: the search above does not know two copies
-    if any(problem.values[v].producer is None for v in problem.gradients):
-        return
-    found, peak_bytes, time_us = annealed(problem, budget_bytes, num_moves=2_000)
+def is_for_the_oracle(problem: Problem) -> bool:
+    """False where one value has two copies at once (a forward output that is never saved), or an input is returned as a gradient."""
+    makers = [problem.values[value].producer for value in problem.forward_outputs]
+    return not any(problem.ops[maker].never_saved for maker in makers if maker is not None) and all(
+        problem.values[value].producer is not None for value in problem.gradients
+    )
+
+
+@settings(max_examples=80)
+@given(problem=problems(max_forward=4, fused=False), share=st.integers(0, 12))
+def test_what_fits_is_never_better_than_the_best_order(problem: Problem, share: int) -> None:
+    start = default_schedule(problem)
+    free = replay_schedule(problem, start)
+    budget_bytes = free.peak_bytes * (12 - share) // 12
+    found, peak_bytes, time_us = annealed(problem, budget_bytes)
     check_schedule(problem, found)
-    best = best_cost(problem, budget_bytes)
-    if peak_bytes <= budget_bytes:
+    if free.peak_bytes <= budget_bytes:
+        assert peak_bytes <= budget_bytes and time_us <= free.time_us
+    assert peak_bytes <= max(free.peak_bytes, budget_bytes)
+    if is_for_the_oracle(problem) and peak_bytes <= budget_bytes:
+        best = best_cost(problem, budget_bytes)
         assert best is not None and time_us >= best
-
-
-def test_small_problems_are_solved() -> None:
-    problem = transformer(1, width_bytes=1024)
-    del problem
 
 
 @pytest.mark.parametrize(("length", "budget_bytes"), [(4, 2), (5, 2), (6, 3), (7, 2), (7, 3), (7, 4)])
@@ -117,3 +122,116 @@ def test_values_are_made_more_than_twice_where_that_is_the_only_way() -> None:
     found, peak_bytes, _ = annealed(problem, 2)
     assert peak_bytes == 2
     assert max((*found.forward, *found.backward).count(op) for op in range(8)) > 2
+
+
+def wide(width: int) -> Problem:
+    """One value that many ops read, whose results are joined two by two."""
+    build = Builder()
+    root = build.op([build.given(0, Kind.INPUT)], 3)
+    level = [build.op([root], 1 + place % 3) for place in range(width)]
+    while len(level) > 1:
+        level = [build.op(level[place : place + 2], 1) for place in range(0, len(level), 2)]
+    build.outputs.add(level[0])
+    return build.build()
+
+
+def diamonds(count_of: int, size_bytes: int) -> Problem:
+    """Diamonds in a row; the backward reads every corner."""
+    build = Builder()
+    current = build.op([build.given(0, Kind.INPUT)], size_bytes)
+    corners = []
+    for _ in range(count_of):
+        left, right = build.op([current], size_bytes), build.op([current], size_bytes)
+        current = build.op([left, right], size_bytes)
+        corners += [left, right, current]
+    build.outputs.add(build.op([current], 0, target="loss"))
+    gradient = build.given(0, Kind.TANGENT)
+    for corner in reversed(corners):
+        gradient = build.op([corner, gradient], size_bytes, side=Side.BACKWARD, kind=Kind.TEMPORARY)
+    build.gradients.add(gradient)
+    return build.build()
+
+
+def giant() -> Problem:
+    """A chain with one value a million times as large as the others."""
+    problem = chain(12)
+    values = tuple(replace(value, size_bytes=10**6) if value.index == 5 else value for value in problem.values)
+    return replace(problem, values=values)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [wide(200), diamonds(20, 1), diamonds(20, 0), giant(), replace(chain(5), ops=tuple(replace(op, cost_us=0.0) for op in chain(5).ops))],
+    ids=["fan-out", "diamonds", "zero sizes", "one giant value", "zero costs"],
+)
+@pytest.mark.parametrize("fraction", [0.0, 0.4, 0.8])
+def test_awkward_graphs_end(problem: Problem, fraction: float) -> None:
+    start = (
+        default_schedule(problem) if any(op.side is Side.BACKWARD for op in problem.ops) else Schedule(tuple(range(len(problem.ops))), ())
+    )
+    before = replay_schedule(problem, start)
+    found, truncated = anneal_order(problem, int(fraction * before.peak_bytes), start, num_moves=6_000, max_seconds=60.0)
+    after = replay_schedule(problem, found)
+    check_schedule(problem, found)
+    assert not truncated
+    assert after.peak_bytes <= before.peak_bytes
+
+
+def test_order_alone_lowers_a_peak_for_nothing() -> None:
+    problem = wide(64)
+    start = Schedule(tuple(range(len(problem.ops))), ())
+    before = replay_schedule(problem, start)
+    found, _ = anneal_order(problem, before.peak_bytes // 3, start)
+    after = replay_schedule(problem, found)
+    assert after.peak_bytes <= before.peak_bytes // 3
+    assert (after.time_us, after.num_recomputed) == (before.time_us, 0)
+
+
+def test_the_same_seed_gives_the_same_schedule() -> None:
+    problem = transformer(2)
+    start = default_schedule(problem)
+    budget_bytes = problem.total_static_bytes + (replay_schedule(problem, start).peak_bytes - problem.total_static_bytes) // 2
+    first, second = (anneal_order(problem, budget_bytes, start, num_moves=10_000, seed=3)[0] for _ in range(2))
+    assert first == second
+    assert replay_schedule(problem, first).peak_bytes <= budget_bytes
+
+
+def test_a_good_start_is_never_made_worse() -> None:
+    problem = transformer(2)
+    simulator = Simulator(problem)
+    saved = simulator.normalize(simulator.candidates[::2])
+    outcome = simulator.evaluate(saved)
+    forward, backward = simulator.schedule(saved)
+    found, _ = anneal_order(problem, outcome.peak_bytes, Schedule(tuple(forward), tuple(backward), saved), num_moves=10_000)
+    after = replay_schedule(problem, found)
+    assert after.peak_bytes <= outcome.peak_bytes and after.time_us <= outcome.time_us
+
+
+def test_pinned_ops_and_user_checkpoints_are_respected() -> None:
+    problem = chain(6)
+    ops = list(problem.ops)
+    ops[2] = replace(ops[2], pinned="random")
+    ops[3] = replace(ops[3], never_saved=True)
+    guarded = replace(problem, ops=tuple(ops))
+    for budget_bytes in range(1, 7):
+        found, _, _ = annealed(guarded, budget_bytes, num_moves=4_000)
+        check_schedule(guarded, found)
+        assert (*found.forward, *found.backward).count(2) == 1
+
+
+def _interrupt() -> bool:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("options", [{"should_stop": lambda: True}, {"max_seconds": 0.0}, {"should_stop": _interrupt}])
+def test_a_search_that_is_stopped_returns_what_it_has(options: dict[str, Any]) -> None:
+    problem = chain(8)
+    found, truncated = anneal_order(problem, 3, default_schedule(problem), **options)
+    check_schedule(problem, found)
+    assert truncated
+
+
+def test_problems_whose_code_generator_fuses_are_refused() -> None:
+    problem = chain(3)
+    with pytest.raises(ValueError, match="fused=False"):
+        anneal_order(replace(problem, fused=True), 3, default_schedule(problem))

@@ -1,4 +1,5 @@
 // What passes/native calls by ctypes. Handles are owned by Python objects; nothing here throws across the border.
+#include <algorithm>
 #include <cstring>
 
 #include "choose.h"
@@ -127,12 +128,25 @@ void dyngran_curve(const Search* search, int32_t* ops, int64_t* live_bytes) {
   }
 }
 
-// Values that ops of backward read, in the schedule evaluated last: marks them in `read` (one byte per value).
-void dyngran_backward_reads(const Search* search, uint8_t* read) {
-  const Graph& graph = search->graph;
-  std::memset(read, 0, size_t(graph.num_values));
-  for (const int op : search->scratch.backward)
-    for (auto p = graph.reads.begin(op); p != graph.reads.end(op); ++p) read[*p] = 1;
+// Most bytes live in each region, of what was evaluated last. `forward_place` and `backward_place` are the region of each op, -1 where it
+// says nothing: such a kernel belongs to the one before it in forward, to the next one in backward (it is made for that one).
+void dyngran_region_peaks(const Search* search, int32_t num_forward, const int32_t* forward_place, const int32_t* backward_place,
+                          int64_t* forward_peaks, int64_t* backward_peaks) {
+  const Scratch& scratch = search->scratch;
+  const auto& ops = scratch.kernel_ops;
+  std::vector<int64_t> live(ops.size());
+  int64_t held = 0;
+  for (size_t position = 0; position < ops.size(); ++position) {
+    held += scratch.change[position];
+    live[position] = held + scratch.extra[position];
+  }
+  const auto note = [&](size_t position, const int32_t* place, int32_t& region, int64_t* peaks) {
+    if (place[ops[position]] >= 0) region = place[ops[position]];
+    peaks[region] = std::max(peaks[region], live[position]);
+  };
+  int32_t region = 0;
+  for (size_t position = 0; position < size_t(num_forward); ++position) note(position, forward_place, region, forward_peaks);
+  for (size_t position = ops.size(); position-- > size_t(num_forward);) note(position, backward_place, region, backward_peaks);
 }
 
 int64_t dyngran_walk(Search* search, const uint8_t* start, int32_t num_classes, const int32_t* class_starts, const int32_t* class_values,

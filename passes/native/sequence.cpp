@@ -14,16 +14,10 @@ enum OpFlag : uint8_t { kInForward = 1, kInBackward = 2, kPinned = 4, kWanted = 
 enum ValueFlag : uint8_t { kOutput = 1, kGradient = 2, kNeverSaved = 4 };             // kNeverSaved: may not cross to backward
 enum Mix { kRelocate, kAdvance, kDrop, kErase, kRandomInsert, kNumMoves };
 
-#ifndef KC
-#define KC 48
-#endif
-#ifndef KR
-#define KR 12
-#endif
-#ifndef KS
-#define KS 8
-#endif
-constexpr int kMaxDepth = 64, kMaxChanges = KC, kMaxPulled = 12, kMaxRepairs = KR, kScanSlots = 48, kSamples = KS;
+constexpr int kMaxChanges = 16;  // of a drop: what it may run again to make one value
+constexpr int kMaxPulled = 12;   // ops that an advance takes along
+constexpr int kMaxRepairs = 8, kSamples = 4;  // drops that follow an erasure, and values tried for each
+constexpr int kScanSlots = 48;   // how far from the wanted slot an empty one is looked for
 
 struct Rows {
   std::vector<int32_t> starts, items;
@@ -215,7 +209,7 @@ class Sequence {
   int num_slots_ = 0, boundary_ = 0, num_runs_ = 0, crowded_ = 0;
   int64_t moves_ = 0, target_ = 0;
   size_t log_limit_ = 0;
-  double cost_ = 0, base_cost_ = 1, weight_ = 1, scale_ = 1;  // bytes over the target_ weigh weight_ * bytes / scale_
+  double cost_ = 0, base_cost_ = 1, weight_ = 1, scale_ = 1;  // bytes over the target weigh weight_ * bytes / scale_
 
   // ---- the sequence ------------------------------------------------------------------------------------------------------------
 
@@ -540,8 +534,8 @@ class Sequence {
   }
 
   // Runs `op` just before `slot`, and so on for those of its operands that would have to be kept over a full stretch for it.
-  bool rebuild(int op, int slot, int after, int64_t line, int depth) {
-    if (depth > kMaxDepth || log_.size() > log_limit_ || op_flags[op] & kPinned) return false;
+  bool rebuild(int op, int slot, int after, int64_t line) {
+    if (log_.size() > log_limit_ || op_flags[op] & kPinned) return false;
     const int lowest = std::max(after + 1, op_flags[op] & kInBackward ? boundary_ : 0);
     const int at = empty_before(slot, slot >= boundary_ && after < boundary_ ? std::max(lowest, boundary_) : lowest);
     if (at < 0 || !can_insert(op, at)) return false;
@@ -558,7 +552,7 @@ class Sequence {
       const int from = std::max(lasts[i], after);
       if (tree_.most(lasts[i] + 1, at - 1) <= line) continue;
       const size_t length = log_.size();
-      if (!rebuild(producer[value], at, from, line, depth + 1)) undo(length);
+      if (!rebuild(producer[value], at, from, line)) undo(length);
     }
     return true;
   }
@@ -570,7 +564,7 @@ class Sequence {
     if (reader < 0) return false;
     const int op = producer[value];
     log_limit_ = log_.size() + kMaxChanges;
-    if (!rebuild(op, reader, slot, line, 0)) return false;
+    if (!rebuild(op, reader, slot, line)) return false;
     const int place = count_before(runs_[op], made);
     if (is_idle(op, place)) take_away(made);
     return true;
@@ -601,7 +595,7 @@ class Sequence {
     return found != at.end() && *found == reader;
   }
 
-  // Of `num_samples` values (all if that is as many as there are) the drop that lowers what stands above the target_ at least cost.
+  // Of `num_samples` values (all if that is as many as there are) the drop that lowers what stands above the target at least cost.
   bool best_drop(int slot, int num_samples) {
     const bool all = num_samples >= num_values;
     const int64_t line = target_, peak = tree_.most();

@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from dyngran.passes.archive import Proposal
 from dyngran.passes.moves import move_classes
 from dyngran.passes.native.graph import NativeSearch, Stop, Walk
-from dyngran.passes.plan import Schedule
+from dyngran.passes.plan import Plan, Schedule
+from dyngran.passes.problem import Problem
 from dyngran.passes.simulate import Simulator
 from dyngran.passes.solvers.order import anneal_order
+from dyngran.passes.solvers.solving import solve_with
 
 WORK = 60_000_000  # op visits
 MAX_EVALUATIONS = 20_000
@@ -69,3 +71,8 @@ def orders(simulator: Simulator, budget_bytes: int, start: Schedule, stop: Stop)
     problem = simulator.problem
     moves = min(MAX_MOVES, ORDER_WORK // max(1, len(problem.ops)))
     yield anneal_order(problem, budget_bytes, start, num_moves=moves, max_seconds=MAX_SECONDS, should_stop=lambda: bool(stop))[0]
+
+
+def solve(problem: Problem, budget_bytes: int | None) -> Plan:
+    """The fastest of these plans for a budget (bytes, static bytes included; None: no limit). Raises BudgetTooSmall if none fits."""
+    return solve_with(propose, "anneal", problem, budget_bytes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable
 
 from dyngran.passes.problem import Problem, Side
@@ -26,8 +25,14 @@ def narrow_boundaries(problem: Problem, crossings: Crossings) -> tuple[int, ...]
 
 def crossing_values(crossings: Crossings, boundaries: Iterable[int]) -> frozenset[int]:
     """What crosses any of the boundaries: a checkpoint at each of them keeps it."""
-    ends = [*sorted(boundaries), len(crossings.ops)]
-    return frozenset(value for value, first in crossings.first.items() if ends[bisect_left(ends, first)] <= crossings.last[value])
+    following = [len(crossings.ops)] * (len(crossings.ops) + 1)  # per position the first of the boundaries from there on
+    for boundary in boundaries:
+        following[boundary] = boundary
+    for position in range(len(crossings.ops) - 1, -1, -1):
+        if following[position] != position:
+            following[position] = following[position + 1]
+    last = crossings.last
+    return frozenset(value for value, first in crossings.first.items() if following[first] <= last[value])
 
 
 def values_after(simulator: Simulator, crossings: Crossings, boundary: int) -> frozenset[int]:

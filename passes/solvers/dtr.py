@@ -23,9 +23,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dyngran.passes.plan import Schedule
+from dyngran.passes.plan import Plan, Schedule
 from dyngran.passes.problem import Kind, Problem, Side
 from dyngran.passes.simulate import Simulator
+from dyngran.passes.solvers.solving import solve_with
 
 MAX_RUNS = 2  # times the number of ops
 SMALL_SHARE = 0.01  # of the mean bytes of a value: what is smaller is not worth looking at (as in the paper's prototype)
@@ -340,3 +341,8 @@ class _Neighbourhood:
             parent[node] = parent[parent[node]]
             node = parent[node]
         return node
+
+
+def solve(problem: Problem, budget_bytes: int | None) -> Plan:
+    """The fastest of these plans for a budget (bytes, static bytes included; None: no limit). Raises BudgetTooSmall if none fits."""
+    return solve_with(propose, "dtr", problem, budget_bytes)

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dyngran.passes.plan import Plan
+from dyngran.passes.problem import Problem
 from dyngran.passes.regions import find_crossings
 from dyngran.passes.simulate import Simulator
 from dyngran.passes.solvers.boundaries import crossing_values, natural_boundaries, values_after
+from dyngran.passes.solvers.solving import solve_with
 
 MAX_STRIDES = 256  # above it only those N that differ in how many boundaries they keep, of which there are about 2 sqrt(n)
 
@@ -29,3 +32,8 @@ def propose(simulator: Simulator, *, budget_bytes: int | None = None) -> Iterato
         kept = crossing_values(crossings, chosen)
         yield kept
         yield kept | values_after(simulator, crossings, chosen[-1])
+
+
+def solve(problem: Problem, budget_bytes: int | None) -> Plan:
+    """The fastest of these plans for a budget (bytes, static bytes included; None: no limit). Raises BudgetTooSmall if none fits."""
+    return solve_with(propose, "every", problem, budget_bytes)

@@ -24,19 +24,23 @@ from math import inf, isqrt
 from dyngran.passes.local import LocalProblem, RegionGraph
 from dyngran.passes.moves import choosable, num_threads
 from dyngran.passes.native.graph import NativeOutcome, NativeSearch, PathOption, Stop, Walk, choose_path
-from dyngran.passes.problem import Side
+from dyngran.passes.plan import Plan
+from dyngran.passes.problem import Problem, Side
 from dyngran.passes.regions import Crossings, ending_ops, even_boundaries, find_crossings, find_separators, region_numbers
 from dyngran.passes.simulate import Simulator, free_transient
+from dyngran.passes.solvers.solving import solve_with
 
 MAX_NEIGHBOURS = 4
 MIN_REGION = 4  # forward ops
 MAX_OPTIONS = 40  # per kind of group
-NUM_BUDGETS = 40  # of a frontier
-NUM_BINS = 1000  # of saved bytes, per region in the program
+NUM_BUDGETS = 20  # of a frontier
+PATH_WORK = 10_000_000  # ways to go on that the program looks at for one budget at most
+MAX_BINS = 1000  # of saved bytes, per region in the program
+MIN_BINS = 100
 MAX_ROUNDS = 5
 CLOSE = 0.002  # of the transient budget left unused: near enough
 PRICES = (0.03, 0.1, 0.2, 0.35, 0.6, 1.0, 1.7, 3.0)  # of a saved byte, as shares of what a saved byte is worth on average
-LOCAL_WORK = 40_000_000  # op visits that the walks over one problem's kinds may take together
+LOCAL_WORK = 32_000_000  # op visits that the walks over one problem's kinds may take together
 FIRST_THRESHOLD = 0.005  # of the time between saving nothing and everything
 MAX_WALK = 3000  # plans per walk
 
@@ -80,14 +84,15 @@ class Hierarchy:
         self.regions = RegionGraph(problem, region_numbers(problem, _spread(separators, crossings), crossings))
         ending = ending_ops(problem)
         numbers = self.regions.numbers
-        self._place_in_forward = {op.index: numbers[op.index] for op in problem.ops if op.side is Side.FORWARD and op.index not in ending}
-        self._place_in_backward = {op.index: numbers[op.index] for op in problem.ops if op.side is Side.BACKWARD}
+        self._place_in_forward = [numbers[op.index] if op.side is Side.FORWARD and op.index not in ending else -1 for op in problem.ops]
+        self._place_in_backward = [numbers[op.index] if op.side is Side.BACKWARD else -1 for op in problem.ops]
         self._forward_extra = [0] * self.regions.num_regions
         self._backward_extra = [0] * self.regions.num_regions
         self.num_evaluations = 0
         self._find_groups()
         self._plan_kinds(guides)
         self._rows = [(group, option) for group in self._groups for option in self._options[group.kind]]
+        self._num_bins = max(MIN_BINS, min(MAX_BINS, PATH_WORK // (2 * max(1, len(self._rows)))))
         self._table = (PathOption * len(self._rows))()
         for place, (group, option) in enumerate(self._rows):
             sizes = (option.input_bytes, option.saved_bytes, option.forward_peak_bytes, option.backward_peak_bytes)
@@ -169,7 +174,7 @@ class Hierarchy:
 
     def _choose(self, target: int) -> list[tuple[_Group, _Option, int]] | None:
         """Groups and options along the best path, with the bytes saved before each."""
-        numbers = choose_path(self._table, self._forward_extra, self._backward_extra, target, num_bins=NUM_BINS)
+        numbers = choose_path(self._table, self._forward_extra, self._backward_extra, target, num_bins=self._num_bins)
         if numbers is None:
             return None
         found, before, is_saved = [], 0, False
@@ -191,23 +196,15 @@ class Hierarchy:
 
     def _correct(self, mask: bytes, chosen: list[tuple[_Group, _Option, int]]) -> int:
         """Measure what is live beside each region's own, and return the peak (transient bytes)."""
-        curve = self._simulator.native.curve(mask)
-        self.num_evaluations += 1
-        forward = [0] * self.regions.num_regions
-        backward = [0] * self.regions.num_regions
-        number = 0
-        for op, live_bytes in zip(curve.ops[: curve.num_forward], curve.live_bytes, strict=False):
-            number = self._place_in_forward.get(op, number)
-            forward[number] = max(forward[number], live_bytes)
-        for op, live_bytes in zip(curve.ops[: curve.num_forward - 1 : -1], curve.live_bytes[::-1], strict=False):
-            number = self._place_in_backward.get(op, number)  # what is recomputed belongs to the op of backward that it is made for
-            backward[number] = max(backward[number], live_bytes)
+        forward, backward, peak_bytes = self._simulator.native.region_peaks(
+            mask, self._place_in_forward, self._place_in_backward, self.regions.num_regions
+        )
         for group, option, before in chosen:
             in_forward, in_backward = max(forward[group.first : group.end]), max(backward[group.first : group.end])
             for number in range(group.first, group.end):
                 self._forward_extra[number] = in_forward - before - option.forward_peak_bytes
                 self._backward_extra[number] = in_backward - before - option.backward_peak_bytes
-        return max(curve.live_bytes, default=0)
+        return peak_bytes
 
 
 def _spread(separators: Sequence[int], crossings: Crossings) -> list[int]:
@@ -324,7 +321,9 @@ def _thinned(options: list[_Option]) -> list[_Option]:
     return [options[place] for place in sorted(kept)]
 
 
-def propose(simulator: Simulator, *, budget_bytes: int | None = None, hierarchy: Hierarchy | None = None) -> Iterator[frozenset[int]]:
+def propose(
+    simulator: Simulator, *, budget_bytes: int | None = None, hierarchy: Hierarchy | None = None
+) -> Iterator[frozenset[int] | bytes]:
     """Plans for a budget, or for `NUM_BUDGETS` budgets up to the free transient if there is none."""
     yield simulator.default_saved
     if not simulator.candidates:
@@ -333,5 +332,9 @@ def propose(simulator: Simulator, *, budget_bytes: int | None = None, hierarchy:
     static, free = simulator.problem.total_static_bytes, free_transient(simulator)
     budgets = [free * step // NUM_BUDGETS for step in range(NUM_BUDGETS, 0, -1)] if budget_bytes is None else [budget_bytes - static]
     for transient_bytes in budgets:
-        for mask in hierarchy.plans(transient_bytes):
-            yield simulator.native.members(mask)
+        yield from hierarchy.plans(transient_bytes)
+
+
+def solve(problem: Problem, budget_bytes: int | None) -> Plan:
+    """The fastest of these plans for a budget (bytes, static bytes included; None: no limit). Raises BudgetTooSmall if none fits."""
+    return solve_with(propose, "hierarchical", problem, budget_bytes)

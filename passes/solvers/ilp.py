@@ -27,9 +27,11 @@ from typing import Any
 
 import pulp
 
+from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Kind, Problem, Side
 from dyngran.passes.regions import even_boundaries, find_crossings, find_separators, region_numbers
 from dyngran.passes.simulate import Simulator
+from dyngran.passes.solvers.solving import solve_with
 
 # PuLP keeps the error of each solver that it misses, and with it the frames that imported it: the user's first, and the model in them.
 for _api in vars(pulp.apis).values():
@@ -350,3 +352,8 @@ class _Slots:
             base[slot] = max(base[slot], live + problem.ops[index].workspace_bytes)
         base[self._end] = live
         return base
+
+
+def solve(problem: Problem, budget_bytes: int | None) -> Plan:
+    """The fastest of these plans for a budget (bytes, static bytes included; None: no limit). Raises BudgetTooSmall if none fits."""
+    return solve_with(propose, "ilp", problem, budget_bytes)

@@ -36,24 +36,26 @@ it (4e-5 for 20,000 edges). No sum of flows exceeds ``SCALE`` by more than that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from importlib import import_module
 from itertools import count, pairwise
 from typing import Any
 
+from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Op, Problem, Side
 from dyngran.passes.regions import find_crossings
 from dyngran.passes.simulate import Simulator
 from dyngran.passes.solvers.boundaries import crossing_values, narrow_boundaries
+from dyngran.passes.solvers.solving import solve_with
 
 SCALE = 1 << 29
 UNCUT = 1 << 30
 MAX_CUTS = 24  # flows a sweep
 STRIDES = (1, 2, 4, 8, 16)
 INLINED = 0.001  # of a pointwise op's time: inlined into a loop it costs no traffic of its own, but of two equal cuts the shorter is better
-WIDE = 0.02  # of the range of saved bytes: cuts further apart get plans in between if no budget says which
+MAX_HALVINGS = 8  # of what differs between two cuts, on the way to a budget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,25 +266,93 @@ def sweeps(simulator: Simulator) -> Iterator[tuple[Cut, ...]]:
             yield sweep(Network(simulator, terms.with_free(free)))
 
 
-def propose(
-    simulator: Simulator, *, budget_bytes: int | None = None, known: Iterable[tuple[Cut, ...]] | None = None
-) -> Iterator[frozenset[int]]:
-    """Each sweep's cuts, and plans between neighbours: on the way to the budget, or spread where the cuts are far apart.
+class Sweeps:
+    """All cuts of a problem as masks, simulated once; `near` looks between them for what a budget leaves room for."""
 
-    ``known`` are `sweeps` of this problem from an earlier call, for another budget.
+    def __init__(self, simulator: Simulator) -> None:
+        self._native = simulator.native
+        self._static_bytes = simulator.problem.total_static_bytes
+        self._sweeps: list[list[tuple[bytes, int, float]]] = []  # mask, peak with static bytes, time
+        for cuts in sweeps(simulator):
+            masks = (self._native.mask(cut.saved) for cut in cuts)
+            self._sweeps.append([(mask, *self._judge(mask)) for mask in masks])
+
+    def masks(self) -> Iterator[bytes]:
+        """Every cut."""
+        for sweep in self._sweeps:
+            yield from (mask for mask, _, _ in sweep)
+
+    def near(self, budget_bytes: int, *, num_sweeps: int | None = None) -> Iterator[bytes]:
+        """Plans between neighbouring cuts of which one fits: the last that does, with either of them first in the graph's order.
+
+        Of all sweeps, or of the ``num_sweeps`` whose cuts promise most. Where none fits, plans on both sides of the least peak.
+        """
+        gaps: list[tuple[float, int, bytes, bytes]] = []
+        for number, sweep in enumerate(self._sweeps):
+            if sweep and all(peak_bytes > budget_bytes for _, peak_bytes, _ in sweep):
+                least = min(range(len(sweep)), key=lambda place: sweep[place][1])
+                if num_sweeps is None:
+                    yield from self._spread([mask for mask, _, _ in sweep[max(0, least - 1) : least + 2]])
+                continue
+            for left, right in pairwise(sweep):
+                if (left[1] <= budget_bytes) != (right[1] <= budget_bytes):
+                    fits, misses = (left, right) if left[1] <= budget_bytes else (right, left)
+                    share = (budget_bytes - fits[1]) / (misses[1] - fits[1])
+                    gaps.append((fits[2] + share * (misses[2] - fits[2]), number, fits[0], misses[0]))
+        gaps.sort(key=lambda gap: gap[:2])
+        for _, _, fits_mask, misses_mask in gaps[:num_sweeps]:
+            for misses_first in (True, False):
+                yield self._last_fit(fits_mask, misses_mask, budget_bytes, misses_first=misses_first)
+
+    def _judge(self, mask: bytes) -> tuple[int, float]:
+        _, found = self._native.evaluate(mask)
+        return self._static_bytes + found.peak_bytes, found.time_us
+
+    def _last_fit(self, fits: bytes, misses: bytes, budget_bytes: int, *, misses_first: bool) -> bytes:
+        """The plan that follows ``misses`` for as many of the differing values as fit, from the graph's beginning or from its end."""
+        differing = [value for value, (one, other) in enumerate(zip(fits, misses, strict=True)) if one != other]
+        best, low, high = fits, 0, len(differing)
+        while high - low > max(1, len(differing) >> MAX_HALVINGS):
+            count = (low + high) // 2
+            if misses_first:
+                plan = blend(misses, fits, differing[count])
+            else:
+                plan = blend(fits, misses, differing[len(differing) - count])
+            if self._judge(plan)[0] <= budget_bytes:
+                best, low = plan, count
+            else:
+                high = count
+        return best
+
+    def spread(self) -> Iterator[bytes]:
+        """Plans in between where cuts are far apart."""
+        for sweep in self._sweeps:
+            yield from self._spread([mask for mask, _, _ in sweep])
+
+    def _spread(self, masks: list[bytes]) -> Iterator[bytes]:
+        for left, right in pairwise(masks):
+            differing = [value for value, (one, other) in enumerate(zip(left, right, strict=True)) if one != other]
+            if len(differing) > 1:
+                for quarter in (1, 2, 3):
+                    end = differing[quarter * len(differing) // 4]
+                    yield blend(left, right, end)
+                    yield blend(right, left, end)
+
+
+def propose(simulator: Simulator, *, budget_bytes: int | None = None, known: Sweeps | None = None) -> Iterator[frozenset[int] | bytes]:
+    """Each sweep's cuts, and plans between neighbours: on the way to the budget, or spread if there is none.
+
+    ``known`` are the sweeps of this problem from an earlier call, for another budget.
     """
     yield simulator.default_saved
-    for cuts in sweeps(simulator) if known is None else known:
-        yield from (cut.saved for cut in cuts)
-        if budget_bytes is None:
-            yield from _spread(cuts)
-        else:
-            yield from _approach(simulator, cuts, budget_bytes)
+    known = known or Sweeps(simulator)
+    yield from known.masks()
+    yield from known.spread() if budget_bytes is None else known.near(budget_bytes)
 
 
-def blend(low: frozenset[int], high: frozenset[int], end: int) -> frozenset[int]:
+def blend(low: bytes, high: bytes, end: int) -> bytes:
     """``low`` for values before ``end`` in the graph's order, ``high`` for those from there on."""
-    return frozenset(value for value in low if value < end) | frozenset(value for value in high if value >= end)
+    return low[:end] + high[end:]
 
 
 def _producer(problem: Problem, value: int) -> int:
@@ -303,45 +373,6 @@ def _free_sets(simulator: Simulator) -> Iterator[frozenset[int]]:
             yield free
 
 
-def _spread(cuts: tuple[Cut, ...]) -> Iterator[frozenset[int]]:
-    wide = WIDE * (cuts[0].num_bytes - cuts[-1].num_bytes)
-    for left, right in pairwise(cuts):
-        differing = sorted(left.saved ^ right.saved)
-        if left.num_bytes - right.num_bytes > wide and len(differing) > 1:
-            for quarter in (1, 2, 3):
-                end = differing[quarter * len(differing) // 4]
-                yield blend(left.saved, right.saved, end)
-                yield blend(right.saved, left.saved, end)
-
-
-def _approach(simulator: Simulator, cuts: tuple[Cut, ...], budget_bytes: int) -> Iterator[frozenset[int]]:
-    """Between two neighbours of which one fits: the last plan that does, by bisection, with either of them first in graph order."""
-    peaks = [simulator.evaluate(cut.saved).peak_bytes for cut in cuts]
-    if min(peaks) > budget_bytes:  # between two peaks above the budget may be one below it: at the least, plans on both sides
-        place = peaks.index(min(peaks))
-        yield from _spread(cuts[max(0, place - 1) : place + 2])
-        return
-    for (left, left_bytes), (right, right_bytes) in pairwise(zip(cuts, peaks, strict=True)):
-        if (left_bytes <= budget_bytes) != (right_bytes <= budget_bytes):
-            fits, misses = (left.saved, right.saved) if left_bytes <= budget_bytes else (right.saved, left.saved)
-            differing = sorted(fits ^ misses)
-            for misses_first in (True, False):
-                yield _last_fit(simulator, fits, misses, differing, budget_bytes, misses_first=misses_first)
-
-
-def _last_fit(
-    simulator: Simulator, fits: frozenset[int], misses: frozenset[int], differing: list[int], budget_bytes: int, *, misses_first: bool
-) -> frozenset[int]:
-    """The plan that follows ``misses`` for as many of the differing values as fit, from the graph's beginning or from its end."""
-    best, low, high = fits, 0, len(differing)
-    while high - low > 1:
-        count = (low + high) // 2
-        if misses_first:
-            plan = blend(misses, fits, differing[count])
-        else:
-            plan = blend(fits, misses, differing[len(differing) - count])
-        if simulator.evaluate(plan).peak_bytes <= budget_bytes:
-            best, low = plan, count
-        else:
-            high = count
-    return best
+def solve(problem: Problem, budget_bytes: int | None) -> Plan:
+    """The fastest of these plans for a budget (bytes, static bytes included; None: no limit). Raises BudgetTooSmall if none fits."""
+    return solve_with(propose, "mincut", problem, budget_bytes)

@@ -34,8 +34,10 @@ from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from math import inf
 
+from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Kind, Problem, Side
 from dyngran.passes.simulate import Simulator
+from dyngran.passes.solvers.solving import solve_with
 
 MAX_PLANS = 200
 
@@ -292,3 +294,8 @@ def _idle_curve(simulator: Simulator) -> tuple[list[int], dict[int, tuple[int, i
         curve[position + 1] -= problem.ops[index].workspace_bytes
     idle = {v: (last_forward[v] + 1, first_backward.get(v, len(order))) for v in simulator.default_saved}
     return curve, idle
+
+
+def solve(problem: Problem, budget_bytes: int | None) -> Plan:
+    """The fastest of these plans for a budget (bytes, static bytes included; None: no limit). Raises BudgetTooSmall if none fits."""
+    return solve_with(propose, "mutwo", problem, budget_bytes)

@@ -17,6 +17,7 @@ import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from time import monotonic
+from typing import Any
 
 from dyngran.passes.native import library
 from dyngran.passes.plan import Schedule
@@ -27,14 +28,13 @@ NAME = "anneal"
 MOVES = 120_000
 CHUNK = 2_000  # moves between two looks at the clock and at should_stop: some tens of milliseconds
 ORDER_SHARE = 0.25  # of the moves: lowering the peak by order alone
-ORDER_MIX = (5.0, 3.0, 0.0, 0.0, 0.0)  # relocate, advance, drop, erase, insert at random
-ORDER_HOT, ORDER_COLD = 3.0, 0.1
-HOT, COLD = 1.0, 0.01
-ROUNDS = 2
-REHEAT = 0.5
-WEIGHT = 3.0
-STEP = 0.93
+ORDER_MIX = (5.0, 3.0, 0.0, 0.0, 0.0)  # how often each move is tried: relocate, advance, drop, erase, insert at random
 FULL_MIX = (4.0, 2.0, 5.0, 3.0, 0.5)
+ORDER_HOT, ORDER_COLD = 3.0, 0.1  # heat at first and at last, in costs of a mean op
+HOT, COLD = 1.0, 0.01
+ROUNDS, REHEAT = 2, 0.5  # each round starts from the best so far, less hot than the one before
+WEIGHT = 3.0  # of a byte over the budget, in whole costs per initial peak
+STEP = 0.93  # of the present peak: how far below it a chunk aims in the first round, where the budget is further away
 
 
 class _Arrays(ctypes.Structure):
@@ -188,7 +188,7 @@ def _arrays(problem: Problem, seed: int) -> tuple[_Arrays, list[object]]:
         (value.index in problem.forward_outputs) | (value.index in problem.gradients) << 1 | (value.index in never) << 2
         for value in problem.values
     ]
-    columns: list[ctypes.Array[ctypes.c_int32]] = []
+    columns: list[Any] = []
     for numbers in (read_starts, reads, write_starts, writes, [-1 if v.producer is None else v.producer for v in problem.values]):
         columns.append(_array(ctypes.c_int32, numbers))
     int64s = [
@@ -205,14 +205,16 @@ def _arrays(problem: Problem, seed: int) -> tuple[_Arrays, list[object]]:
 
 
 def _rows(rows: Iterable[Iterable[int]]) -> tuple[list[int], list[int]]:
-    starts, items = [0], []
+    starts = [0]
+    items: list[int] = []
     for row in rows:
         items.extend(row)
         starts.append(len(items))
     return starts, items
 
 
-def _array(kind: type, numbers: Sequence[float]) -> ctypes.Array:
+def _array(kind: Any, numbers: Sequence[float]) -> Any:
+    """A ctypes array of ``kind``, never empty: it has an address whatever the problem."""
     return (kind * max(1, len(numbers)))(*numbers)
 
 

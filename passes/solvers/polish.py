@@ -18,19 +18,19 @@ from dyngran.passes.solvers.anneal import walk_settings
 
 NAME = "polish"
 NUM_RUNGS = 40
-WORK = 70_000_000  # op visits of all walks together
+WORK = 40_000_000  # op visits of all walks together
 MAX_EVALUATIONS = 400  # per walk
 THRESHOLDS = (5e-5, 0.0)  # of the step, one sweep over the ladder each
 LOWER = 0.98  # the lowest rungs ask for less than the least peak known
 
 
-def rungs(judge: Judge) -> list[int]:
-    """Budgets (static bytes included): `NUM_RUNGS` even shares of the free transient, from just below the least peak known."""
+def rungs(judge: Judge, num_rungs: int = NUM_RUNGS) -> list[int]:
+    """Budgets (static bytes included): ``num_rungs`` even shares of the free transient, from just below the least peak known."""
     static = judge.simulator.problem.total_static_bytes
     entries = judge.archive.frontier()
     least = entries[0].outcome.peak_bytes - static
     even = free_transient(judge.simulator)
-    steps = [even * step // NUM_RUNGS for step in range(1, NUM_RUNGS + 1)]
+    steps = [even * step // num_rungs for step in range(1, num_rungs + 1)]
     return [static + rung for rung in sorted({int(least * LOWER**2), int(least * LOWER), *(step for step in steps if step > least)})]
 
 

@@ -8,6 +8,7 @@ set fits and order is ours (no fusing code generator) is there a search for that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from threading import Timer
 from time import monotonic
 
@@ -55,7 +56,12 @@ SOLVERS: tuple[str, ...] = ("auto", *PROPOSERS)
 LOOK_AT_BUDGET = ("hierarchical", "ilp", "mincut", "anneal", "revolve", "dtr")  # these run again for another budget
 
 MAX_SECONDS = 30.0  # safety stop
+SEED_WORK = 400_000  # op visits of the plans that each classic policy may seed the search with
+MIN_SEEDS = 20
+NUM_CUT_RUNGS = 20
+CUT_SWEEPS = 2  # that are looked into for each rung
 NUM_GUIDES = 12  # plans of others whose choices are options of the hierarchical planner
+MAX_MUTWO_OPS = 5000  # above it others find as much in less time
 MAX_MUTWO_PLANS = 40  # of the greedy's way, as seeds; solver="mutwo" tries more
 ILP_SHARES = (0.6, 0.3)  # of the default plan's transient: budgets of the programs that seed the search
 MAX_ILP_CANDIDATES = 80  # above it other moves find as much in less time
@@ -89,7 +95,7 @@ class Planner:
         self._stop = Stop()
         self._done: set[str] = set()
         self._stage, self._said_at = "", 0.0
-        self._cuts: tuple[tuple[mincut.Cut, ...], ...] | None = None
+        self._cuts: mincut.Sweeps | None = None
         self._hierarchy: hierarchical.Hierarchy | None = None
 
     def solve(self, budget_bytes: int | None, *, solver: str = "auto") -> Plan:
@@ -151,13 +157,13 @@ class Planner:
         self._note(safety)
 
     def _search_widely(self) -> None:
+        count = max(MIN_SEEDS, SEED_WORK // max(1, len(self.problem.ops)))
         for name in ("region", "every", "sqrt", "selective"):
-            self._once(name, name, PROPOSERS[name](self.simulator))
-        self._once("mutwo seeds", "mutwo", mutwo.propose(self.simulator, max_plans=MAX_MUTWO_PLANS))
+            self._once(name, name, islice(PROPOSERS[name](self.simulator), count))
+        if len(self.problem.ops) <= MAX_MUTWO_OPS:
+            self._once("mutwo seeds", "mutwo", mutwo.propose(self.simulator, max_plans=min(count, MAX_MUTWO_PLANS)))
         self._once("mincut", "mincut", self._mincut(None))
-        budgets = rungs(self.judge)
-        for budget_bytes in budgets:
-            self._once(f"mincut for {budget_bytes} bytes", "mincut", self._mincut(budget_bytes))
+        self._once("mincut by rungs", "mincut", self._mincut_by_rungs())
         if len(self.simulator.candidates) <= MAX_ILP_CANDIDATES:
             self._once("ilp seeds", "ilp", self._ilp_seeds())
         self._once("regions", "hierarchical", self._hierarchical(None))
@@ -165,10 +171,17 @@ class Planner:
             self._say("polishing")
             polish(self.judge, self._stop)
 
-    def _mincut(self, budget_bytes: int | None) -> Iterator[Proposal]:
+    def _sweeps(self) -> mincut.Sweeps:
         if self._cuts is None:
-            self._cuts = tuple(mincut.sweeps(self.simulator))
-        return mincut.propose(self.simulator, budget_bytes=budget_bytes, known=self._cuts)
+            self._cuts = mincut.Sweeps(self.simulator)
+        return self._cuts
+
+    def _mincut(self, budget_bytes: int | None) -> Iterator[Proposal]:
+        return mincut.propose(self.simulator, budget_bytes=budget_bytes, known=self._sweeps())
+
+    def _mincut_by_rungs(self) -> Iterator[bytes]:
+        for budget_bytes in rungs(self.judge, NUM_CUT_RUNGS):
+            yield from self._sweeps().near(budget_bytes, num_sweeps=CUT_SWEEPS)
 
     def _search_orders(self, budget_bytes: int | None) -> None:
         """Schedules for one budget that no saved set fits: revolve, DTR, and annealing from the least of all."""

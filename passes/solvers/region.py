@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import isqrt
 
+from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Problem
 from dyngran.passes.regions import Crossings, even_boundaries, find_crossings, find_separators, label_boundaries
 from dyngran.passes.simulate import Simulator
 from dyngran.passes.solvers.boundaries import crossing_values, natural_boundaries, values_after
+from dyngran.passes.solvers.solving import solve_with
 
 HEAD_OPS = 10_000  # above it the variants with a saved head are left out
 MAX_PARTIAL = 64  # numbers of regions checkpointed from the first on, if not all are
@@ -77,3 +79,8 @@ def propose(simulator: Simulator, *, budget_bytes: int | None = None) -> Iterato
     for base in dict.fromkeys((find_separators(crossings), natural_boundaries(problem, crossings))):
         for end in range(1, len(base), len(base) // MAX_PARTIAL + 1):
             yield crossing_values(crossings, base[:end]) | small | values_after(simulator, crossings, base[end - 1])
+
+
+def solve(problem: Problem, budget_bytes: int | None) -> Plan:
+    """The fastest of these plans for a budget (bytes, static bytes included; None: no limit). Raises BudgetTooSmall if none fits."""
+    return solve_with(propose, "region", problem, budget_bytes)

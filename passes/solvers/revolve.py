@@ -27,11 +27,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import comb
 
-from dyngran.passes.plan import Schedule
+from dyngran.passes.plan import Plan, Schedule
 from dyngran.passes.problem import Problem, Side
 from dyngran.passes.regions import Crossings, find_crossings, region_numbers
 from dyngran.passes.simulate import Simulator
 from dyngran.passes.solvers.boundaries import crossing_values, narrow_boundaries, values_after
+from dyngran.passes.solvers.solving import solve_with
 
 MAX_REGIONS = 512  # longer chains are cut at every k-th boundary
 MAX_REPEATS = 6  # slots so few that a region would run forward more often are not proposed
@@ -247,3 +248,8 @@ def _read_runs(problem: Problem, runs: Sequence[int]) -> list[int]:
             read.difference_update(op.writes)
             read.update(op.reads)
     return kept[::-1]
+
+
+def solve(problem: Problem, budget_bytes: int | None) -> Plan:
+    """The fastest of these plans for a budget (bytes, static bytes included; None: no limit). Raises BudgetTooSmall if none fits."""
+    return solve_with(propose, "revolve", problem, budget_bytes)

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dyngran.passes.plan import Plan
+from dyngran.passes.problem import Problem
 from dyngran.passes.regions import find_crossings, find_separators
 from dyngran.passes.simulate import Simulator
 from dyngran.passes.solvers.boundaries import crossing_values, natural_boundaries
 from dyngran.passes.solvers.region import small_values
+from dyngran.passes.solvers.solving import solve_with
 
 MAX_THRESHOLDS = 16
 MAX_TARGETS = 12
@@ -70,3 +73,8 @@ def _densities(simulator: Simulator) -> tuple[dict[int, float], dict[str, list[i
 
 def _is_matmul(target: str) -> bool:
     return any(part in MATMULS for part in target.split("."))
+
+
+def solve(problem: Problem, budget_bytes: int | None) -> Plan:
+    """The fastest of these plans for a budget (bytes, static bytes included; None: no limit). Raises BudgetTooSmall if none fits."""
+    return solve_with(propose, "selective", problem, budget_bytes)

@@ -15,10 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import isqrt, sqrt
 
+from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Problem
 from dyngran.passes.regions import Crossings, even_boundaries, find_crossings
 from dyngran.passes.simulate import Simulator
 from dyngran.passes.solvers.boundaries import crossing_values, natural_boundaries, values_after
+from dyngran.passes.solvers.solving import solve_with
 
 NUM_GUESSES = 6
 
@@ -75,3 +77,8 @@ def _plan_with_budget(
             kept_bytes += crossings.num_bytes[boundary]
             since_bytes = 0
     return tuple(chosen), kept_bytes, max(largest_bytes, since_bytes + sum(made[start:]))
+
+
+def solve(problem: Problem, budget_bytes: int | None) -> Plan:
+    """The fastest of these plans for a budget (bytes, static bytes included; None: no limit). Raises BudgetTooSmall if none fits."""
+    return solve_with(propose, "sqrt", problem, budget_bytes)
