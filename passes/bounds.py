@@ -89,7 +89,11 @@ def _again_us(problem: Problem, budget_bytes: int) -> float:
             continue
         op = problem.ops[producer]
         is_dear = op.side is Side.FORWARD and not (problem.fused and op.fusible)
-        if op.pinned or (problem.keeps_as_small(value) and not op.never_saved):
+        if problem.fused:
+            is_kept = bool(op.pinned) or (problem.keeps_as_small(value) and not op.never_saved)
+        else:  # a schedule may make a small value again, and run a FREE op in backward alone
+            is_kept = bool(op.pinned) and op.side is Side.FORWARD
+        if is_kept:
             room -= 0 if value in held else values[value].size_bytes
         elif is_dear:
             bytes_of[producer] = bytes_of.get(producer, 0) + (0 if value in held else values[value].size_bytes)
