@@ -1,11 +1,16 @@
 """Planners side by side on graphs from files: what each finds for a budget, how fast the step is, how long the planner took.
 
-    python bench/plan.py llama350m.json.gz --fractions 0.9 0.5
-    python bench/plan.py resnet152.json.gz --solver auto --solver mutwo --json rows.jsonl
-    python bench/plan.py vitl.json.gz --solver auto --profile        # where the planner's time goes
+    python bench/plan.py llama350m.json.gz --fractions 0.9 0.5                     # every solver
+    python bench/plan.py resnet152.json.gz --solver auto mutwo --json rows.jsonl
+    python bench/plan.py VGG16.json --solver auto --fractions 0.9 0.8              # node-link: beside published figures
+    python bench/plan.py vitl.json.gz --solver auto --frontier 50                  # 50 budgets from the least peak up
+    python bench/plan.py --synthetic 10000 --layers 24 100 --solver auto           # Llamas of that many ops, of that many layers
+    python bench/plan.py vitl.json.gz --solver auto --profile                      # where the planner's time goes
+    python bench/plan.py vitl.json.gz --solver auto --anneal 1000000 --update-best # lower bench/best_known.json
 
-A budget is a share of the free transient: the peak of torch's own partition, static bytes excluded. Every solver starts from the
-problem alone; its first budget pays for its search.
+A budget is a share of the free transient: the peak of torch's own partition, static bytes excluded; of the peak of the file's order for
+node-link graphs. What rows mean is in bench/rows.py. Every solver starts from the problem alone; its first budget pays for its search.
+Leaves with 2 and one sentence if something given cannot be used.
 """
 
 from __future__ import annotations
@@ -13,85 +18,198 @@ from __future__ import annotations
 import argparse
 import cProfile
 import json
+import os
+import platform
 import pstats
+import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-
-from dyngran.passes.errors import BudgetTooSmall, format_bytes
-from dyngran.passes.problem import Problem
-from dyngran.passes.solvers.portfolio import SOLVERS, Planner
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]  # `python -P` leaves the script's own folder out
 
-from graphs import load_problems  # noqa: E402  # found by the line above
+import long_anneal  # noqa: E402  # found by the line above
+from layered import layered_problem, layers_for  # noqa: E402
+from plan_table import StageClock, shown, shown_frontier, side_by_side  # noqa: E402
+from rows import BestKnown, Case, MakePlanner, Notes, Row, frontier_row, load_cases, rows_of  # noqa: E402
 
-Row = dict[str, object]
+from dyngran.passes.solvers.portfolio import MAX_SECONDS, SOLVERS, Planner  # noqa: E402
+
+SYNTHETIC = "layered-"  # what synthetic graphs are called, before the number of layers
+HERE = Path(__file__).resolve().parent
+NATIVE = "Threads are not profiled: what native walks take stands under the call that waits for them (lock.acquire, result)."
 
 
-def rows_of(graph: str, problem: Problem, solver: str, fractions: list[float]) -> Iterator[Row]:
-    """One row per budget, largest first. ``peak_bytes`` and ``cost_us`` are None where the solver has no plan that fits."""
-    planner = Planner(problem)
-    free = planner.solve(None, solver="stock" if problem.fused else "default")
-    for fraction in sorted(fractions, reverse=True):
-        budget_bytes = free.static_bytes + int(fraction * free.transient_bytes)
-        row: Row = {"graph": graph, "nodes": len(problem.ops), "solver": solver, "fraction": fraction, "budget_bytes": budget_bytes}
-        start = time.perf_counter()
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse(arguments)
+    try:
+        cases = list(find_cases(args))
+        notes = Notes(BestKnown(args.best))
+        if args.json is not None:
+            args.json.open("a").close()  # before an hour is spent
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    run = Run(args, notes)
+    for case in cases:
+        run.plan(case)
+    run.finish()
+    return 0
+
+
+class Run:
+    """Plans cases, prints and writes rows as they come, and keeps them for the tables at the end."""
+
+    def __init__(self, args: argparse.Namespace, notes: Notes) -> None:
+        self._args = args
+        self._notes = notes
+        self._rows: list[Row] = []
+        self._stages: list[str] = []
+        self._profile = cProfile.Profile()
+        self._from = {"python": platform.python_version(), "cpus": os.cpu_count(), "commit": commit(), "limit_s": args.limit_s}
+
+    def plan(self, case: Case) -> None:
+        """Every solver's rows of one case."""
+        fractions, notes, count = self._args.fractions, self._notes, self._args.anneal
+
+        def frontier(planner: MakePlanner, solver: str) -> Iterator[Row]:
+            yield frontier_row(case, solver, self._args.frontier, planner=planner)
+
+        def budgets(planner: MakePlanner, solver: str) -> Iterator[Row]:
+            return rows_of(case, solver, fractions, planner=planner, notes=notes, num_annealed=count if solver == long_anneal.NAME else 0)
+
+        for solver in self._args.solver or SOLVERS:
+            self._timed(case, solver, frontier if self._args.frontier else budgets)
+        if count:
+            self._timed(case, long_anneal.NAME, budgets)
+
+    def _timed(self, case: Case, solver: str, rows: Callable[[MakePlanner, str], Iterator[Row]]) -> None:
+        clock = StageClock()
+        if self._args.profile:
+            clock.start("first plans")
+            self._profile.enable()
+        for row in rows(lambda problem: Planner(problem, progress=clock, max_seconds=self._args.limit_s), solver):
+            self._profile.disable()
+            self._keep(row)
+            if self._args.profile:
+                self._profile.enable()
+        self._profile.disable()
+        clock.start("")
+        self._stages.append(clock.table(f"{case.graph}, {solver}"))
+
+    def _keep(self, row: Row) -> None:
+        print(shown_frontier(row) if "frontier" in row else shown(row), flush=True)
+        self._rows.append(row)
+        if self._args.json is not None:
+            with self._args.json.open("a") as file:
+                file.write(json.dumps({**row, **self._from}) + "\n")
+        if self._args.update_best and "frontier" not in row and self._notes.best.lower(row):
+            self._notes.best.write()
+
+    def finish(self) -> None:
+        """The tables."""
+        planned = [row for row in self._rows if "frontier" not in row]
+        for graph in dict.fromkeys(row["graph"] for row in planned):
+            print("\n" + side_by_side([row for row in planned if row["graph"] == graph], self._notes))
+        for line in growth(planned):
+            print(line)
+        print(f"\nmost memory of this process: {self._rows[-1]['max_rss_bytes'] / 2**20:.0f} MiB, torch and loading included")
+        if self._args.profile:
+            print("\n" + "\n".join(self._stages) + "\n\n" + NATIVE)
+            pstats.Stats(self._profile).strip_dirs().sort_stats("cumulative").print_stats(25)
+
+
+def growth(rows: Sequence[Row]) -> Iterator[str]:
+    """How planning from scratch grows from the shallowest synthetic graph to the deeper ones."""
+    first: dict[str, Row] = {}
+    for row in rows:
+        if row["first_budget"] and row["graph"].startswith(SYNTHETIC):
+            known = first.setdefault(row["solver"], row)
+            if known is not row:
+                times = f"{row['seconds'] / max(known['seconds'], 1e-3):.2f} x the seconds of {known['graph']} from scratch"
+                yield f"{row['solver']}: {row['graph']} takes {times} ({row['seconds']} and {known['seconds']} s)"
+
+
+def find_cases(args: argparse.Namespace) -> Iterator[Case]:
+    """Files first, then synthetic ones. Raises OSError or ValueError, which names the file."""
+    seen: set[str] = set()
+    for path in args.graphs:
         try:
-            plan = planner.solve(budget_bytes, solver=solver)
-            row |= {"peak_bytes": plan.peak_bytes, "cost_us": plan.time_us, "truncated": plan.truncated}
-        except BudgetTooSmall as refusal:
-            row |= {"peak_bytes": None, "cost_us": None, "least_peak_bytes": refusal.least_peak_bytes}
-        yield {**row, "free_peak_bytes": free.peak_bytes, "free_cost_us": free.time_us, "seconds": round(time.perf_counter() - start, 3)}
+            cases = load_cases(path, fused=not args.eager)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        for case in cases:
+            if case.graph in seen:
+                raise ValueError(f"{path}: a graph called {case.graph!r} was there already, and rows could not tell them apart")
+            seen.add(case.graph)
+            yield case
+    for num_layers in dict.fromkeys([*map(layers_for, args.synthetic), *args.layers]):
+        yield Case(graph=f"{SYNTHETIC}{num_layers}", problem=layered_problem(num_layers, fused=not args.eager))
 
 
-def shown(row: Row) -> str:
-    """One line for a person."""
-    budget_bytes, peak_bytes, cost_us, free_us = row["budget_bytes"], row["peak_bytes"], row["cost_us"], row["free_cost_us"]
-    assert isinstance(budget_bytes, int) and isinstance(free_us, float)
-    found = "no plan fits" if not isinstance(peak_bytes, int) else f"peak {format_bytes(peak_bytes):>10}"
-    cost = "" if not isinstance(cost_us, float) else f"cost {cost_us / 1e3:9.3f} ms ({(cost_us - free_us) / 1e3:+.3f})"
-    return (
-        f"{row['graph']:24} {row['nodes']:>6} ops  {row['solver']:10} {row['fraction']:4.0%}  budget {format_bytes(budget_bytes):>10}  "
-        f"{found}  {cost}  {row['seconds']} s"
-    )
+def commit() -> str:
+    """Commit that is measured: ``DYNGRAN_COMMIT``, else git's, else unknown."""
+    if name := os.environ.get("DYNGRAN_COMMIT"):
+        return name
+    try:
+        found = subprocess.run(["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "unknown"
+    return found.stdout.strip() or "unknown"
 
 
-def main() -> int:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("graphs", nargs="+", type=Path, metavar="GRAPH", help="joint graphs as JSON, gzipped or not")
-    parser.add_argument("--solver", action="append", choices=SOLVERS, help="may be given more than once; all of them if it is not")
+    parser.add_argument("graphs", nargs="*", type=Path, metavar="GRAPH", help="joint graphs as JSON or node-link graphs, gzipped or not")
     parser.add_argument(
-        "--fractions", nargs="+", type=float, default=[0.9, 0.7, 0.5, 0.3, 0.2], help="budgets as shares of the free transient"
+        "--solver", action="extend", nargs="+", choices=SOLVERS, metavar="NAME", help=f"of {', '.join(SOLVERS)}; all by default"
+    )
+    parser.add_argument("--fractions", nargs="+", type=share, default=[0.9, 0.7, 0.5, 0.3, 0.2], metavar="F", help="budgets, as shares")
+    parser.add_argument(
+        "--limit-s", type=positive, default=MAX_SECONDS, metavar="S", help="safety stop of each search (default %(default)s)"
+    )
+    parser.add_argument(
+        "--frontier", type=at_least(2), metavar="N", help="instead: N budgets evenly between the least peak and the free one"
     )
     parser.add_argument(
         "--eager", action="store_true", help="every op is a kernel, as under codegen='eager'; else ops fuse, as under Inductor"
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="append every row to this file")
-    parser.add_argument("--profile", action="store_true", help="print which functions the time went into")
-    args = parser.parse_args()
-    profile = cProfile.Profile()
-    for path in args.graphs:
-        try:
-            problems = load_problems(path, fused=not args.eager)
-        except (OSError, ValueError) as error:
-            print(f"{path}: {error}", file=sys.stderr)
-            return 2
-        for place, problem in enumerate(problems):
-            name = path.name.split(".")[0] + (f"#{place}" if len(problems) > 1 else "")
-            for solver in args.solver or SOLVERS:
-                if args.profile:
-                    profile.enable()
-                for row in rows_of(name, problem, solver, args.fractions):
-                    print(shown(row), flush=True)
-                    if args.json is not None:
-                        with args.json.open("a") as file:
-                            file.write(json.dumps(row) + "\n")
-                profile.disable()
-    if args.profile:
-        pstats.Stats(profile).strip_dirs().sort_stats("cumulative").print_stats(25)
-    return 0
+    parser.add_argument(
+        "--profile", action="store_true", help="print seconds per stage of each search and which functions the time went into"
+    )
+    parser.add_argument("--synthetic", nargs="+", type=at_least(1), default=[], metavar="OPS", help="Llamas of about that many ops")
+    parser.add_argument("--layers", nargs="+", type=at_least(1), default=[], metavar="L", help="Llamas of that many layers")
+    parser.add_argument("--anneal", type=at_least(1), metavar="N", help="rows of long-anneal as well: N more plans per budget, from auto's")
+    parser.add_argument(
+        "--best", type=Path, default=HERE / "best_known.json", metavar="FILE", help="least costs known (default %(default)s)"
+    )
+    parser.add_argument("--update-best", action="store_true", help="lower the entries of that file that this run beats")
+    args = parser.parse_args(arguments)
+    if not (args.graphs or args.synthetic or args.layers):
+        parser.error("nothing to plan: give a GRAPH, --synthetic or --layers")
+    return args
+
+
+def share(text: str) -> float:
+    if not 0.0 <= (value := float(text)) <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is no share between 0 and 1")
+    return value
+
+
+def positive(text: str) -> float:
+    if not 0.0 < (value := float(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return value
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{text} is below {least}")
+        return value
+
+    return number
 
 
 if __name__ == "__main__":

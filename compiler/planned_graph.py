@@ -378,7 +378,7 @@ class PlannedGraph:
         return BudgetTooSmall(
             budget_bytes=self.budget_bytes,
             least_peak_bytes=least_bytes,
-            pinned=self.strategy.pinned_at_peak(self.plan.saved),
+            pinned=self.strategy.pinned_at_peak(self.plan),
             hint=hint + self.strategy.hint_of_outputs(least_bytes),
         )
 

@@ -12,6 +12,7 @@ from dyngran.compiler.report_sheet import Sheet, render_rich, render_text
 from dyngran.compiler.report_tables import report_sheet, step_sheet
 from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Problem
+from dyngran.passes.schedule import timeline_of
 from dyngran.passes.simulate import Simulator
 from dyngran.runtime.observe import Observation
 
@@ -226,7 +227,7 @@ def build_report(
         measured_step_us=observation.step_us if observation else None,
         regions=region_rows(problem, plan),
         largest=largest_rows(problem, plan, num_rows=NUM_LARGEST),
-        at_peak=peak_rows(problem, plan, simulator.timeline(plan.saved), num_rows=NUM_LARGEST),
+        at_peak=peak_rows(problem, plan, timeline_of(simulator, plan), num_rows=NUM_LARGEST),
         unplanned=unplanned,
         drift=observation.drift if observation else (),
         notes=_unique(notes),

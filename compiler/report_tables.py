@@ -64,9 +64,13 @@ def _sentences(report: Report | StepReport) -> tuple[str, ...]:
     solvers = ", ".join(dict.fromkeys(each.solver for each in plans))
     cut = ", cut off by its safety stop" if any(each.truncated for each in plans) else ""
     num_recomputed = sum(each.num_recomputed for each in plans)
-    again = "1 op runs again" if num_recomputed == 1 else f"{num_recomputed} ops run again"
+    if all(each.schedule is None for each in plans):
+        again = "1 op runs again in backward" if num_recomputed == 1 else f"{num_recomputed} ops run again in backward"
+    else:
+        runs = "1 run of an op is one" if num_recomputed == 1 else f"{num_recomputed} runs of ops are runs"
+        again = f"the order of ops is prescribed, {runs} beyond its first"
     sentences.append(
-        f"Plan by {solvers}{cut}: {again} in backward, "
+        f"Plan by {solvers}{cut}: {again}, "
         f"{format_us(sum(each.recompute_us for each in plans))}; "
         f"{format_us(sum(each.overhead_us for each in plans))} slower than the fastest known plan."
     )

@@ -1,6 +1,7 @@
 """dyngran's own store: what was planned, and what generated code turned out to need, survives the process.
 
-One small JSON file per problem: the saved set chosen for each limit, and the transient peak of each saved set whose code was generated.
+One small JSON file per problem: the saved set or the schedule chosen for each limit, and the transient peak of each saved set whose code
+was generated.
 A warm start finds its plan without searching, and a refusal's least peak can be relied on. Loading reads data and never runs code.
 """
 
@@ -19,12 +20,14 @@ import torch
 
 from dyngran.compiler.options import Options
 from dyngran.compiler.version import VERSION
+from dyngran.passes.plan import Schedule
 from dyngran.passes.problem import Problem
 from dyngran.passes.profile_cache import default_cache_dir
 
 log = logging.getLogger("dyngran.store")
 
 MAX_ENTRIES = 64  # of each kind per problem; the oldest go first
+MAX_SCHEDULES = 16  # they name every op
 
 
 def options_key(options: Options) -> str:
@@ -60,6 +63,29 @@ def remember_saved(key: str, limit_bytes: int, saved: frozenset[int]) -> None:
     _write(key, content)
 
 
+def recall_schedule(key: str, limit_bytes: int, solver: str) -> Schedule | None:
+    """The schedule that a solver (or "auto") chose for this limit before, or named as the least in a refusal."""
+    return _schedule_of(_read(key)["schedules"].get(f"{solver} {limit_bytes}"))
+
+
+def recall_schedules(key: str) -> list[Schedule]:
+    """Every schedule that was chosen for this problem, for whatever limit."""
+    return [found for parts in _read(key)["schedules"].values() if (found := _schedule_of(parts)) is not None]
+
+
+def remember_schedule(key: str, limit_bytes: int, schedule: Schedule, solver: str) -> None:
+    content = _read(key)
+    parts = {"forward": schedule.forward, "backward": schedule.backward, "saved": sorted(schedule.saved)}
+    name = f"{solver} {limit_bytes}"
+    content["schedules"].pop(name, None)  # the newest stand last
+    content["schedules"][name] = {part: list(ops) for part, ops in parts.items()}
+    _write(key, content)
+
+
+def _schedule_of(parts: dict[str, list[int]] | None) -> Schedule | None:
+    return None if parts is None else Schedule(tuple(parts["forward"]), tuple(parts["backward"]), frozenset(parts["saved"]))
+
+
 def recall_transients(key: str) -> dict[frozenset[int], int]:
     """Transient peak in bytes by generated code, per saved set."""
     return {frozenset(saved): transient for saved, transient in _read(key)["transients"]}
@@ -77,19 +103,22 @@ def _path(key: str) -> Path:
 
 
 def _read(key: str) -> dict[str, Any]:
-    empty: dict[str, Any] = {"saved": {}, "transients": []}
+    empty: dict[str, Any] = {"saved": {}, "schedules": {}, "transients": []}
     try:
         content = json.loads(_path(key).read_text())
     except (OSError, ValueError, RecursionError):  # the last: brackets nested deeper than the parser goes
         return empty
+    content = {**empty, **content} if isinstance(content, dict) else content
     return content if isinstance(content, dict) and _is_well_formed(content) else empty
 
 
 def _is_well_formed(content: dict[str, Any]) -> bool:
-    saved, transients = content.get("saved"), content.get("transients")
-    if not isinstance(saved, dict) or not isinstance(transients, list):
+    saved, transients, schedules = content.get("saved"), content.get("transients"), content.get("schedules")
+    if not isinstance(saved, dict) or not isinstance(transients, list) or not isinstance(schedules, dict):
         return False
-    sets = [*saved.values(), *(entry[0] for entry in transients if isinstance(entry, list) and len(entry) == 2)]
+    if not all(isinstance(one, dict) and one.keys() == {"forward", "backward", "saved"} for one in schedules.values()):
+        return False
+    sets = [*saved.values(), *(part for one in schedules.values() for part in one.values()), *(entry[0] for entry in transients if isinstance(entry, list) and len(entry) == 2)]
     return all(isinstance(one, list) and all(isinstance(value, int) for value in one) for one in sets) and all(
         isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], int) for entry in transients
     )
@@ -98,6 +127,7 @@ def _is_well_formed(content: dict[str, Any]) -> bool:
 def _write(key: str, content: dict[str, Any]) -> None:
     """Replace the file in one move. A store that cannot be written costs a search, never an error."""
     content["saved"] = dict(list(content["saved"].items())[-MAX_ENTRIES:])
+    content["schedules"] = dict(list(content["schedules"].items())[-MAX_SCHEDULES:])
     content["transients"] = content["transients"][-MAX_ENTRIES:]
     path = _path(key)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")

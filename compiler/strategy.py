@@ -14,19 +14,30 @@ from dyngran.compiler import torch_private
 from dyngran.compiler.accounting import Measure
 from dyngran.compiler.capture import Captured, JointGraph, capture
 from dyngran.compiler.options import Codegen, Options, Outputs
+from dyngran.compiler.order_rules import order_rules
 from dyngran.compiler.partition import check_runnable
 from dyngran.compiler.planfile import check_applicable, for_problem, load_plan
 from dyngran.compiler.prepare import prepare
 from dyngran.compiler.pricing import device_spec, price_nodes, workspace_meter
 from dyngran.compiler.static_memory import Carried, measure_static, profiling_limit
 from dyngran.compiler.storages import planned_device
-from dyngran.compiler.store import recall_saved, recall_transients, remember_saved, remember_transient, store_key
+from dyngran.compiler.store import (
+    recall_saved,
+    recall_schedule,
+    recall_schedules,
+    recall_transients,
+    remember_saved,
+    remember_schedule,
+    remember_transient,
+    store_key,
+)
 from dyngran.passes.decide import decide
 from dyngran.passes.errors import BudgetTooSmall, PlanMismatch, format_bytes
 from dyngran.passes.fingerprint import fingerprint
-from dyngran.passes.plan import Plan
+from dyngran.passes.order_rules import OrderRules, at_the_ends, check_order
+from dyngran.passes.plan import Plan, Schedule
 from dyngran.passes.problem import Kind, Problem
-from dyngran.passes.schedule import replay_schedule
+from dyngran.passes.schedule import check_schedule, replay_schedule, timeline_of
 from dyngran.passes.simulate import Outcome, Simulator
 from dyngran.passes.solvers.portfolio import Planner
 
@@ -61,7 +72,8 @@ class Strategy:
         self.captured = captured
         self.options = options
         self.fingerprint = mark
-        self.planner = Planner(captured.problem, progress=log.info)
+        self.planner = Planner(captured.problem, progress=log.info, accepts=self._runnable)
+        self._rules: OrderRules | None = None
         self.margin_bytes = 0
         self.correction_bytes = 0
         self.num_probes = 0
@@ -145,6 +157,19 @@ class Strategy:
     def simulator(self) -> Simulator:
         return self.planner.simulator
 
+    def _runnable(self, schedule: Schedule) -> Schedule | None:
+        """A planner's schedule as it can run on this graph; None if the graph's own rules of order forbid it."""
+        if self._rules is None:
+            self._rules = order_rules(self.captured)
+        mended = at_the_ends(self._rules, schedule)
+        try:
+            check_schedule(self.problem, mended)
+            check_order(self.problem, self._rules, mended)
+        except ValueError as error:
+            log.info("a schedule was dropped: %s", error)
+            return None
+        return mended
+
     def _stock_saved(self) -> frozenset[int]:
         """What torch's partitioner for this code generator saves."""
         if not self.problem.fused:
@@ -180,24 +205,40 @@ class Strategy:
     def need_of(self, saved: frozenset[int]) -> int:
         """Budget that a plan needs: its peak and, on CUDA, what the caching allocator rounds up and libraries keep."""
         peak = self._peak_of(saved)
+        return peak + self._slack_bytes(peak, KNOWN_SLACK if saved in self.accounted else GUESSED_SLACK)
+
+    def _need(self, outcome: Outcome) -> int:
+        """As `need_of`; a schedule's peak is that of its replay, and not that of the values that it saves."""
+        if outcome.schedule is None:
+            return self.need_of(outcome.saved)
+        return outcome.peak_bytes + self._slack_bytes(outcome.peak_bytes, GUESSED_SLACK)
+
+    def _slack_bytes(self, peak_bytes: int, share: float) -> int:
         if self.captured.device.type == "cpu":
-            return peak + LOSS_BYTES
-        share = KNOWN_SLACK if saved in self.accounted else GUESSED_SLACK
-        return peak + int((peak - self.problem.total_static_bytes) * share) + SLACK_BYTES
+            return LOSS_BYTES
+        return int((peak_bytes - self.problem.total_static_bytes) * share) + SLACK_BYTES
+
+    def _peak_within(self, need_bytes: int) -> int:
+        """The largest peak of a schedule that does not need more; what is static at least."""
+        static = self.problem.total_static_bytes
+        if self.captured.device.type == "cpu":
+            return max(static, need_bytes - LOSS_BYTES)
+        return static + max(0, int((need_bytes - SLACK_BYTES - static) / (1 + GUESSED_SLACK)))
 
     def fits(self, plan: Plan) -> bool:
         """Whether a plan whose code is known keeps its budget. One that was asked for by name or file is taken at its word: its peak."""
         if plan.budget_bytes is None:
             return True
         is_free_choice = self.options.plan is None and self.options.solver == "auto"
-        slack = self.need_of(plan.saved) - self._peak_of(plan.saved) if is_free_choice else 0
+        share = KNOWN_SLACK if plan.schedule is None and plan.saved in self.accounted else GUESSED_SLACK
+        slack = self._slack_bytes(self._peak_of(plan.saved) if plan.schedule is None else plan.peak_bytes, share) if is_free_choice else 0
         return plan.peak_bytes + slack <= plan.budget_bytes
 
     def _choose(self, limit: int | None, *, tight: bool) -> Plan:
         if self.options.plan is not None:
             return self._from_file(limit)
         if self.options.solver != "auto":
-            return self.planner.solve(limit, solver=self.options.solver)
+            return self._by_name(limit)
         if limit is None:
             return self._plan_of(self.free, "stock")
         if tight:
@@ -216,27 +257,69 @@ class Strategy:
         fitting = self._fitting(outcomes, limit)
         if not fitting:
             return self._last_resort(limit, outcomes)
+        return self._take_fastest(fitting, limit)
+
+    def _take_fastest(self, fitting: Sequence[Outcome], limit: int) -> Plan:
         plan = self._plan_of(min(fitting, key=lambda outcome: (outcome.time_us, outcome.peak_bytes)), "portfolio")
-        remember_saved(self.store_key, limit, plan.saved)
+        if plan.schedule is None:
+            remember_saved(self.store_key, limit, plan.saved)
+        else:
+            remember_schedule(self.store_key, limit, plan.schedule, "auto")
         return plan
+
+    def _by_name(self, limit: int | None) -> Plan:
+        """The plan of the solver that was asked for; the one that it named as the least in an earlier refusal does count."""
+        solver = self.options.solver
+        schedule = None if limit is None or self.problem.fused else recall_schedule(self.store_key, limit, solver)
+        stored = None if schedule is None else self.planner.add_schedule(schedule, solver)
+        if stored is not None and limit is not None and stored.peak_bytes <= limit:
+            return self._plan_of(stored, f"stored plan, {solver}")
+        try:
+            return self.planner.solve(limit, solver=solver)
+        except BudgetTooSmall as error:
+            entry = self.planner.judge.by_solver[solver].least() if solver in self.planner.judge.by_solver else None
+            if entry is None or entry.outcome.schedule is None:
+                raise
+            remember_schedule(self.store_key, entry.outcome.peak_bytes, entry.outcome.schedule, solver)
+            raise BudgetTooSmall(
+                budget_bytes=error.budget_bytes,
+                least_peak_bytes=error.least_peak_bytes,
+                pinned=self.pinned_at_peak(entry.outcome),
+                hint=error.hint,
+            ) from None
+
+    def _with_schedules(self, limit: int) -> list[Outcome]:
+        """Outcomes within the limit where no saved set is: a schedule that was chosen for it before, else what a search for it finds."""
+        schedule = recall_schedule(self.store_key, limit, "auto")
+        stored = None if schedule is None else self.planner.add_schedule(schedule, "stored")
+        if stored is not None and self._need(stored) <= limit:
+            return [stored]
+        for known in recall_schedules(self.store_key):
+            self.planner.add_schedule(known, "stored")
+        self.planner.search_orders(self._peak_within(limit))
+        return self._fitting(self._outcomes(), limit)
 
     def _fitting(self, outcomes: Sequence[Outcome], limit: int) -> list[Outcome]:
         """The plans within the limit. Guesses are worth `MAX_MISSES` compilations in a row where generated code is known to fit."""
-        fitting = [outcome for outcome in outcomes if self.need_of(outcome.saved) <= limit]
+        fitting = [outcome for outcome in outcomes if self._need(outcome) <= limit]
         is_one_known = any(self.need_of(saved) <= limit for saved in self.accounted)
         if self.num_misses < MAX_MISSES or not is_one_known:
             return fitting
-        return [outcome for outcome in fitting if outcome.saved in self.accounted]
+        return [outcome for outcome in fitting if self._is_known(outcome)]
+
+    def _is_known(self, outcome: Outcome) -> bool:
+        """Whether the generated code of this plan was accounted for."""
+        return outcome.schedule is None and outcome.saved in self.accounted
 
     def _outcomes(self) -> list[Outcome]:
         """The planner's frontier and every plan whose code was generated: by its code it may need less than its simulation said."""
         frontier = self.planner.frontier()
-        on_frontier = {outcome.saved for outcome in frontier}
+        on_frontier = {outcome.saved for outcome in frontier if outcome.schedule is None}
         return [*frontier, *(self.simulator.evaluate(saved) for saved in self.accounted if saved not in on_frontier)]
 
     def _last_resort(self, limit: int, outcomes: list[Outcome]) -> Plan:
         """Nothing fits by what is known. Before a refusal, code is generated for plans that might fit (half way down and the least by
-        turns), and for plans that may need less than any whose code is known.
+        turns), and for plans that may need less than any whose code is known. Where order is ours, schedules are searched for instead.
 
         What generated code of one plan needed beyond its simulation says little of another's, and a refusal must say what is true.
         """
@@ -250,14 +333,26 @@ class Strategy:
             promising = self._promising(unknown, outcomes)
             if promising is not None:
                 return self._plan_of(promising, "probe")
-        known = [one for one in outcomes if one.saved in self.accounted] if self.problem.fused else outcomes
-        best = min(known or outcomes, key=lambda one: self.need_of(one.saved))
+        if not self.problem.fused:
+            fitting = self._with_schedules(limit)
+            if fitting:
+                return self._take_fastest(fitting, limit)
+            outcomes = self._outcomes()
+        known = [one for one in outcomes if self._is_known(one)] if self.problem.fused else outcomes
+        best = min(known or outcomes, key=self._need)
+        if best.schedule is not None:
+            remember_schedule(self.store_key, self._need(best), best.schedule, "auto")  # another search might not find it
         raise BudgetTooSmall(
             budget_bytes=limit,
-            least_peak_bytes=self.need_of(best.saved),
-            pinned=self.pinned_at_peak(best.saved),
-            hint=self.planner.hint(limit, best) + self._hint_of_carried(best),
+            least_peak_bytes=self._need(best),
+            pinned=self.pinned_at_peak(best),
+            hint=self._hint(limit, best) + self._hint_of_carried(best),
         )
+
+    def _hint(self, limit: int, best: Outcome) -> str:
+        if best.schedule is None or limit <= self.problem.total_static_bytes:
+            return self.planner.hint(limit, best)
+        return "Values are made again there as often as it takes: raise the budget to the least peak or lower the batch size."
 
     def _hint_of_carried(self, best: Outcome) -> str:
         """What a loop needs that binds the model's outputs to a name until the next call has returned new ones."""
@@ -267,7 +362,7 @@ class Strategy:
                 "model is called again."
             )
         outputs_bytes = self._outputs_bytes()
-        timeline = self.simulator.timeline(best.saved)
+        timeline = timeline_of(self.simulator, best)
         in_forward = max(timeline.live_bytes[: timeline.num_forward], default=0) + outputs_bytes
         beyond_bytes = in_forward - (best.peak_bytes - self.problem.total_static_bytes)
         if beyond_bytes <= NAMED_SHARE * best.peak_bytes:
@@ -295,7 +390,8 @@ class Strategy:
         return min(better, key=lambda one: abs(2 * one.peak_bytes - first.peak_bytes - least))
 
     def _plan_of(self, outcome: Outcome, solver: str) -> Plan:
-        return decide(self.simulator, outcome, budget_bytes=None, solver=solver, fastest_us=self.free.time_us)
+        is_cut_off = self.planner.truncated and solver == "portfolio"
+        return decide(self.simulator, outcome, budget_bytes=None, solver=solver, fastest_us=self.free.time_us, truncated=is_cut_off)
 
     def _from_file(self, limit: int | None) -> Plan:
         assert self.options.plan is not None
@@ -320,7 +416,7 @@ class Strategy:
             raise BudgetTooSmall(
                 budget_bytes=limit,
                 least_peak_bytes=outcome.peak_bytes,
-                pinned=self.pinned_at_peak(outcome.saved),
+                pinned=self.pinned_at_peak(outcome),
                 hint=f"The plan of {self.options.plan} needs that much: raise the budget, or remove the option to search for less.",
             )
         return self._plan_of(outcome, f"file, {document.plan.solver}")
@@ -344,7 +440,7 @@ class Strategy:
             raise BudgetTooSmall(
                 budget_bytes=limit,
                 least_peak_bytes=outcome.peak_bytes,
-                pinned=self.pinned_at_peak(outcome.saved),
+                pinned=self.pinned_at_peak(plan),
                 hint=f"The plan of {self.options.plan} needs that much: raise the budget, or remove the option to search for less.",
             )
         return replace(
@@ -400,8 +496,8 @@ class Strategy:
             notes.append("nothing crosses from forward to backward that could be recomputed: torch's own partition is used")
         return notes
 
-    def pinned_at_peak(self, saved: frozenset[int]) -> tuple[tuple[str, int], ...]:
-        """``(label, bytes)`` of the largest values live at the peak of a saved set."""
+    def pinned_at_peak(self, plan: Plan | Outcome) -> tuple[tuple[str, int], ...]:
+        """``(label, bytes)`` of the largest values live at the peak of a plan."""
         values = self.problem.values
-        live = self.simulator.timeline(saved).live_at_peak
+        live = timeline_of(self.simulator, plan).live_at_peak
         return tuple((values[value].label or values[value].name, size) for value, size in live[:8])

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from dyngran.passes.native.graph import NativeOutcome, NativeSearch
 from dyngran.passes.plan import Schedule
-from dyngran.passes.schedule import replay_schedule
+from dyngran.passes.schedule import replay_schedule, with_sources
 from dyngran.passes.simulate import Outcome, Simulator
 
 Proposal = frozenset[int] | bytes | Schedule  # what a solver proposes: values to save, as a set or a mask, or the order of every op
+Accepts = Callable[[Schedule], Schedule | None]  # a schedule as it can run, mended if need be; None if it cannot
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,17 @@ class Archive:
 
 
 class Judge:
-    """Simulates proposals, each saved set once, and archives them together and by solver."""
+    """Simulates proposals, each saved set once, and archives them together and by solver; schedules that ``accepts`` refuses are dropped."""
 
-    def __init__(self, simulator: Simulator, *, on_simulation: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        simulator: Simulator,
+        *,
+        on_simulation: Callable[[], None] = lambda: None,
+        accepts: Accepts = lambda schedule: schedule,
+    ) -> None:
         self._on_simulation = on_simulation
+        self._accepts = accepts
         self.simulator = simulator
         self.archive = Archive()
         self.by_solver: dict[str, Archive] = {}
@@ -94,8 +102,12 @@ class Judge:
         self._keep(outcome, solver)
         return outcome
 
-    def judge_schedule(self, schedule: Schedule, solver: str) -> Outcome:
-        """Simulate and archive a prescribed order of ops."""
+    def judge_schedule(self, proposed: Schedule, solver: str) -> Outcome | None:
+        """Simulate and archive a prescribed order of ops, as it was accepted; None if it was not."""
+        self._count(1)
+        schedule = self._accepts(with_sources(self.simulator.problem, proposed))
+        if schedule is None:
+            return None
         found = replay_schedule(self.simulator.problem, schedule)
         outcome = Outcome(
             saved=found.saved,
@@ -106,7 +118,6 @@ class Judge:
             num_recomputed=found.num_recomputed,
             schedule=schedule,
         )
-        self._count(1)
         self._keep(outcome, solver)
         return outcome
 

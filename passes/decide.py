@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dyngran.passes.bounds import Bound
 from dyngran.passes.errors import format_bytes, format_us
-from dyngran.passes.plan import Action, Decision, Plan
+from dyngran.passes.plan import Action, Decision, Plan, Schedule
 from dyngran.passes.problem import Problem, Side
+from dyngran.passes.schedule import Making, makings
 from dyngran.passes.simulate import Outcome, Simulator
+
+JOINT_ORDER = "joint graph, recompute before first reader"
+PRESCRIBED_ORDER = "prescribed for every op, values made as often as that takes"
 
 
 def decide(
@@ -33,6 +37,7 @@ def decide(
         recompute_us=outcome.recompute_us,
         num_recomputed=outcome.num_recomputed,
         solver=solver,
+        order=JOINT_ORDER if outcome.schedule is None else PRESCRIBED_ORDER,
         truncated=truncated,
         schedule=outcome.schedule,
         bound_us=bound.time_us if bound else 0.0,
@@ -57,11 +62,10 @@ def recompute_cost_us(problem: Problem, value: int, saved: frozenset[int]) -> fl
 
 
 def _decisions(simulator: Simulator, outcome: Outcome) -> tuple[Decision, ...]:
-    problem = simulator.problem
     if outcome.schedule is not None:
-        forward, backward = list(outcome.schedule.forward), list(dict.fromkeys(outcome.schedule.backward))
-    else:
-        forward, backward = simulator.schedule(outcome.saved)
+        return _decisions_of_schedule(simulator.problem, outcome.saved, outcome.schedule)
+    problem = simulator.problem
+    forward, backward = simulator.schedule(outcome.saved)
     ran = set(forward)
     decisions = [_keep(problem, value, outcome.saved) for value in outcome.saved]
     candidates = set(simulator.candidates)
@@ -73,7 +77,25 @@ def _decisions(simulator: Simulator, outcome: Outcome) -> tuple[Decision, ...]:
     return tuple(sorted(decisions, key=lambda decision: decision.value))
 
 
-def _keep(problem: Problem, index: int, saved: frozenset[int]) -> Decision:
+def _decisions_of_schedule(problem: Problem, saved: frozenset[int], schedule: Schedule) -> tuple[Decision, ...]:
+    """Of what crosses, and of what is made in backward or more than once for somebody who reads it."""
+    made, in_forward = makings(problem, schedule), set(schedule.forward)
+    decisions = []
+    for value in sorted(saved | made.keys()):
+        producer = problem.values[value].producer
+        making = made.get(value, Making(0, False))
+        if value in saved:
+            decisions.append(_keep(problem, value, saved, num_again=making.num_again))
+        elif producer is None or problem.ops[producer].side is Side.BACKWARD:
+            continue
+        elif making.is_late or making.num_again:
+            again = producer in in_forward
+            is_usual = making.is_late and making.num_again == int(again)  # as in a plan without a schedule
+            decisions.append(_recompute(problem, value, again=again, num_again=0 if is_usual else making.num_again))
+    return tuple(decisions)
+
+
+def _keep(problem: Problem, index: int, saved: frozenset[int], *, num_again: int = 0) -> Decision:
     value = problem.values[index]
     producer = value.producer
     pinned = problem.ops[producer].pinned if producer is not None else "it is an input"
@@ -86,6 +108,8 @@ def _keep(problem: Problem, index: int, saved: frozenset[int]) -> Decision:
         reason = "small: breaks chains of recompute"
     else:
         reason = f"recomputing it costs {format_us(cost_us)} for {format_bytes(value.size_bytes)}"
+    if num_again:
+        reason += f"; made again {_times(num_again)}"
     return Decision(
         value=index,
         name=value.name,
@@ -97,12 +121,16 @@ def _keep(problem: Problem, index: int, saved: frozenset[int]) -> Decision:
     )
 
 
-def _recompute(problem: Problem, index: int, *, again: bool) -> Decision:
+def _recompute(problem: Problem, index: int, *, again: bool, num_again: int = 0) -> Decision:
+    """``again``: forward makes it as well. ``num_again``: copies beyond the first, where that is not one that backward makes."""
     value = problem.values[index]
     assert value.producer is not None
     op = problem.ops[value.producer]
     if op.never_saved and not op.pinned and op.reads:
         reason = f"in a checkpoint region of the user's: {format_us(op.cost_us)} to make again"
+        reason += f", {_times(num_again)}" if num_again else ""
+    elif num_again:
+        reason = f"made again {_times(num_again)}, {format_us(op.cost_us)} each: frees {format_bytes(value.size_bytes)} between its readers"
     elif again:
         reason = f"{format_us(op.cost_us)} to make again, frees {format_bytes(value.size_bytes)} until backward reads it"
     else:
@@ -113,6 +141,10 @@ def _recompute(problem: Problem, index: int, *, again: bool) -> Decision:
         action=Action.RECOMPUTE,
         reason=reason,
         size_bytes=value.size_bytes,
-        recompute_us=op.cost_us,
+        recompute_us=op.cost_us * max(1, num_again),
         label=value.label,
     )
+
+
+def _times(count: int) -> str:
+    return "1 time" if count == 1 else f"{count} times"

@@ -1,12 +1,18 @@
-"""What the walks over saved sets move: the values worth a decision, in classes of like ones."""
+"""What the walks over saved sets move, values worth a decision in classes of like ones; and walks side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from os import cpu_count
+from typing import TypeVar
 
 from dyngran.passes.classes import value_classes
+from dyngran.passes.native.graph import Stop
 from dyngran.passes.problem import Problem
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 def choosable(problem: Problem, candidates: Iterable[int]) -> list[int]:
@@ -30,3 +36,13 @@ def move_classes(problem: Problem, candidates: Iterable[int]) -> tuple[tuple[int
 def num_threads() -> int:
     """Walks that run side by side; how many has no influence on what they find."""
     return max(1, min(4, cpu_count() or 1))
+
+
+def side_by_side(function: Callable[[_Item], _Result], items: Iterable[_Item], stop: Stop) -> Iterator[_Result]:
+    """``map`` on several threads, results in order. An exception, Ctrl-C too, stops the walks that are under way."""
+    with ThreadPoolExecutor(num_threads()) as pool:
+        try:
+            yield from pool.map(function, items)
+        except BaseException:
+            stop.set()
+            raise

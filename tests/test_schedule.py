@@ -13,7 +13,7 @@ from dyngran.passes.problem import Kind, Op, Problem, Side, Value
 from dyngran.passes.schedule import check_schedule, replay_schedule
 from dyngran.passes.simulate import Simulator
 from dyngran.passes.solvers.order import held_outputs
-from tests.problems import Builder, chain, problems, transformer
+from problems import Builder, chain, problems, transformer
 
 
 def naive_peak_bytes(problem: Problem, schedule: Schedule) -> int:

@@ -318,8 +318,8 @@ class Sequence {
       if (insert) at.insert(std::lower_bound(at.begin(), at.end(), slot), slot);
     }
     const int64_t sign = insert ? 1 : -1;
-    tree_.add(slot, slot, sign * (workspace[op] + (before >= 0 && slot >= boundary_ ? rerun[op] : 0)));
-    if (rerun[op] && before < 0 && after < num_slots_ && after >= boundary_) tree_.add(after, after, sign * rerun[op]);
+    tree_.add(slot, slot, sign * (workspace[op] + (before >= 0 ? rerun[op] : 0)));
+    if (rerun[op] && before < 0 && after < num_slots_) tree_.add(after, after, sign * rerun[op]);
     at_[slot] = insert ? op : -1;
     cost_ += double(sign) * cost[op];
     num_runs_ += int(sign);

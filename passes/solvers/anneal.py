@@ -14,6 +14,7 @@ from dyngran.passes.moves import move_classes
 from dyngran.passes.native.graph import NativeSearch, Stop, Walk
 from dyngran.passes.plan import Plan, Schedule
 from dyngran.passes.problem import Problem
+from dyngran.passes.schedule import with_sources
 from dyngran.passes.simulate import Simulator
 from dyngran.passes.solvers.order import anneal_order
 from dyngran.passes.solvers.solving import solve_with
@@ -63,12 +64,14 @@ def propose(simulator: Simulator, *, budget_bytes: int | None = None, stop: Stop
 def schedule_of(simulator: Simulator, saved: frozenset[int]) -> Schedule:
     """The order in which the simulator runs a saved set."""
     forward, backward = simulator.schedule(saved)
-    return Schedule(tuple(forward), tuple(backward), saved)
+    return with_sources(simulator.problem, Schedule(tuple(forward), tuple(backward), saved))
 
 
 def orders(simulator: Simulator, budget_bytes: int, start: Schedule, stop: Stop) -> Iterator[Schedule]:
-    """The best schedule for a budget that annealing finds from ``start``."""
+    """The best schedule for a budget that annealing finds from ``start``; none where an op writes over another's value."""
     problem = simulator.problem
+    if any(problem.values[value].producer != op.index for op in problem.ops for value in op.writes):
+        return
     moves = min(MAX_MOVES, ORDER_WORK // max(1, len(problem.ops)))
     yield anneal_order(problem, budget_bytes, start, num_moves=moves, max_seconds=MAX_SECONDS, should_stop=lambda: bool(stop))[0]
 

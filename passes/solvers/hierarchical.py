@@ -17,12 +17,11 @@ over lists of options per stage are known from Checkmate's successors, e.g. Rock
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import inf, isqrt
 
 from dyngran.passes.local import LocalProblem, RegionGraph
-from dyngran.passes.moves import choosable, num_threads
+from dyngran.passes.moves import choosable, side_by_side
 from dyngran.passes.native.graph import NativeOutcome, NativeSearch, PathOption, Stop, Walk, choose_path
 from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Problem, Side
@@ -125,11 +124,10 @@ class Hierarchy:
                 self.regions.local_problem(group.first, group.end), [*self._joined(group, place), *guided], length, self._stop
             )
 
-        with ThreadPoolExecutor(num_threads()) as pool:
-            for size in range(1, MAX_NEIGHBOURS + 1):
-                groups = [group for group in self._first_of_kind if group.end - group.first == size]
-                for group, options in zip(groups, pool.map(plan, groups), strict=True):
-                    self._options[group.kind] = options
+        for size in range(1, MAX_NEIGHBOURS + 1):
+            groups = [group for group in self._first_of_kind if group.end - group.first == size]
+            for group, options in zip(groups, side_by_side(plan, groups, self._stop), strict=True):
+                self._options[group.kind] = options
 
     def _joined(self, group: _Group, place: Mapping[int, int]) -> list[list[int]]:
         """Per price what the two parts of a group would save, of both ways to part it the better, without what passes between them."""

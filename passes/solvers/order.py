@@ -31,9 +31,10 @@ ORDER_SHARE = 0.25  # of the moves: lowering the peak by order alone
 ORDER_MIX = (5.0, 3.0, 0.0, 0.0, 0.0)  # how often each move is tried: relocate, advance, drop, erase, insert at random
 FULL_MIX = (4.0, 2.0, 5.0, 3.0, 0.5)
 ORDER_HOT, ORDER_COLD = 3.0, 0.1  # heat at first and at last, in costs of a mean op
-HOT, COLD = 1.0, 0.01
+HOT, COLD = 2.0, 0.01
+EXTRA_ROUNDS = 4  # as long as nothing fits: with twice the weight, and twice that
 ROUNDS, REHEAT = 2, 0.5  # each round starts from the best so far, less hot than the one before
-WEIGHT = 3.0  # of a byte over the budget, in whole costs per initial peak
+WEIGHT = 10.0  # of a byte over the budget, in whole costs per initial peak
 STEP = 0.93  # of the present peak: how far below it a chunk aims in the first round, where the budget is further away
 
 
@@ -129,11 +130,14 @@ class _Search:
         if self._is_done():
             return
         num_left = num_moves - int(ORDER_SHARE * num_moves)
-        for place in range(ROUNDS):
+        for place in range(ROUNDS + EXTRA_ROUNDS):
+            if self.truncated or (place >= ROUNDS and self._fits):
+                return
             self._native.dyngran_sequence_restart(self._handle)
             self._native.dyngran_sequence_reach(self._handle, budget, 10 * self._num_ops)
-            hot = HOT * unit * REHEAT**place
-            self._anneal(num_left // ROUNDS, hot, COLD * unit, WEIGHT, FULL_MIX, step=STEP if place % 2 == 0 else 0.0)
+            hot = HOT * unit * REHEAT ** (place % ROUNDS)
+            weight = WEIGHT * 2 ** (place // ROUNDS)
+            self._anneal(num_left // ROUNDS, hot, COLD * unit, weight, FULL_MIX, step=STEP if place % 2 == 0 else 0.0)
 
     @property
     def _fits(self) -> bool:

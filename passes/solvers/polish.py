@@ -7,13 +7,13 @@ run side by side on the cores there are; each walk depends on its own start alon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from functools import partial
 
 from dyngran.passes.archive import Judge
-from dyngran.passes.moves import move_classes, num_threads
-from dyngran.passes.native.graph import NativeSearch, Stop
-from dyngran.passes.simulate import free_transient
+from dyngran.passes.moves import move_classes, side_by_side
+from dyngran.passes.native.graph import NativeSearch, Stop, Walk
+from dyngran.passes.simulate import Simulator, free_transient
 from dyngran.passes.solvers.anneal import walk_settings
 
 NAME = "polish"
@@ -34,7 +34,7 @@ def rungs(judge: Judge, num_rungs: int = NUM_RUNGS) -> list[int]:
     return [static + rung for rung in sorted({int(least * LOWER**2), int(least * LOWER), *(step for step in steps if step > least)})]
 
 
-def polish(judge: Judge, stop: Stop, *, on_walk: Callable[[], None] = lambda: None) -> None:
+def polish(judge: Judge, stop: Stop) -> None:
     """Walk every rung, twice: first with room for detours, then downhill only."""
     simulator = judge.simulator
     problem = simulator.problem
@@ -46,24 +46,17 @@ def polish(judge: Judge, stop: Stop, *, on_walk: Callable[[], None] = lambda: No
         count = min(MAX_EVALUATIONS, WORK // len(THRESHOLDS) // len(budgets) // max(1, len(problem.ops)))
         starts = [_start(judge, budget_bytes) for budget_bytes in budgets]
 
-        def walk(
-            place: int,
-            *,
-            threshold: float = threshold,
-            sweep: int = sweep,
-            starts: Sequence[bytes] = starts,
-            budgets: Sequence[int] = budgets,
-            count: int = count,
-        ) -> tuple[NativeSearch, int]:
-            search = NativeSearch(simulator.native_graph)
-            seed = sweep * len(budgets) + place
-            settings = walk_settings(simulator, budgets[place], threshold=threshold, num_evaluations=count, seed=seed)
-            return search, search.walk(starts[place], classes, settings, stop)
+        walks = [
+            (start, walk_settings(simulator, budget_bytes, threshold=threshold, num_evaluations=count, seed=sweep * len(budgets) + place))
+            for place, (budget_bytes, start) in enumerate(zip(budgets, starts, strict=True))
+        ]
+        for search, num_evaluations in side_by_side(partial(_walk, simulator, classes, stop), walks, stop):
+            judge.take(search, num_evaluations, NAME)
 
-        with ThreadPoolExecutor(num_threads()) as pool:
-            for search, num_evaluations in pool.map(walk, range(len(budgets))):
-                judge.take(search, num_evaluations, NAME)
-                on_walk()
+
+def _walk(simulator: Simulator, classes: Sequence[Sequence[int]], stop: Stop, walk: tuple[bytes, Walk]) -> tuple[NativeSearch, int]:
+    search = NativeSearch(simulator.native_graph)
+    return search, search.walk(walk[0], classes, walk[1], stop)
 
 
 def _start(judge: Judge, budget_bytes: int) -> bytes:

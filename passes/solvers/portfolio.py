@@ -12,7 +12,7 @@ from itertools import islice
 from threading import Timer
 from time import monotonic
 
-from dyngran.passes.archive import Archive, Judge, Proposal
+from dyngran.passes.archive import Accepts, Archive, Judge, Proposal
 from dyngran.passes.errors import InvalidOption
 from dyngran.passes.native.graph import Stop
 from dyngran.passes.plan import Plan, Schedule
@@ -83,12 +83,20 @@ class Planner:
         problem: what is planned.
         progress: called with a short line whenever a stage of the search starts, and about every second while it lasts.
         max_seconds: safety stop of each search; a plan from what was found until then says ``truncated``. Ctrl-C does the same.
+        accepts: schedules pass through it before they are plans: what more than a problem knows can mend them, or drop them.
     """
 
-    def __init__(self, problem: Problem, *, progress: Callable[[str], None] | None = None, max_seconds: float = MAX_SECONDS) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        progress: Callable[[str], None] | None = None,
+        max_seconds: float = MAX_SECONDS,
+        accepts: Accepts = lambda schedule: schedule,
+    ) -> None:
         self.problem = problem
         self.simulator = Simulator(problem)
-        self.judge = Judge(self.simulator, on_simulation=self._tick)
+        self.judge = Judge(self.simulator, on_simulation=self._tick, accepts=accepts)
         self.truncated = False
         self._progress = progress or (lambda line: None)
         self._max_seconds = max_seconds
@@ -111,7 +119,7 @@ class Planner:
         if solver == "auto":
             self._search()
             if self.judge.archive.best(budget_bytes) is None or self._is_all_forward:
-                self._search_orders(budget_bytes)
+                self.search_orders(budget_bytes)
             archive = self.judge.archive
         else:
             self._run(solver, budget_bytes)
@@ -128,6 +136,10 @@ class Planner:
     def add(self, saved: Iterable[int], solver_name: str) -> Outcome:
         """Simulate and archive a saved set from elsewhere (a plan file, a person)."""
         return self.judge(saved, solver_name)
+
+    def add_schedule(self, schedule: Schedule, solver_name: str) -> Outcome | None:
+        """Simulate and archive a prescribed order from elsewhere; None if it was not accepted."""
+        return self.judge.judge_schedule(schedule, solver_name)
 
     def hint(self, budget_bytes: int, least: Outcome) -> str:
         """What the least reachable peak consists of, and what would help."""
@@ -183,7 +195,7 @@ class Planner:
         for budget_bytes in rungs(self.judge, NUM_CUT_RUNGS):
             yield from self._sweeps().near(budget_bytes, num_sweeps=CUT_SWEEPS)
 
-    def _search_orders(self, budget_bytes: int | None) -> None:
+    def search_orders(self, budget_bytes: int | None) -> None:
         """Schedules for one budget that no saved set fits: revolve, DTR, and annealing from the least of all."""
         stage = f"orders for {budget_bytes} bytes"
         if self.problem.fused or budget_bytes is None or stage in self._done:
