@@ -11,7 +11,7 @@ from brute_force import best_time, every_plan
 from exact_program import exact_optimum
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from problems import Builder, chain, conv_net, layered, problems, transformer, unet
+from problems import Builder, chain, conv_net, problems, transformer, unet
 
 from dyngran.passes.bounds import RELAXATION, lower_bound
 from dyngran.passes.errors import BudgetTooSmall
@@ -63,9 +63,7 @@ class EverySchedule:
                 heappush(queue, (time_us + cost_us, next(ticket), *state))
         return None
 
-    def _steps(
-        self, ran: Set, live: Set, is_backward: bool, forward: Ops, backward: Ops
-    ) -> Iterator[Step]:
+    def _steps(self, ran: Set, live: Set, is_backward: bool, forward: Ops, backward: Ops) -> Iterator[Step]:
         for value in live:
             if not (is_backward and value in self._outputs - self._hidden):
                 yield 0.0, ran, live - {value}, is_backward, forward, backward
@@ -148,9 +146,9 @@ def test_what_saved_sets_keep_schedules_may_make_again(make: Callable[[], Proble
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5])
-@pytest.mark.parametrize("make", [lambda: transformer(1), lambda: unet(2), lambda: conv_net(1), lambda: chain(24), lambda: layered(5, 10)])
-def test_the_exact_optimum_is_not_faster_than_the_bound(make: Callable[[], Problem], share: float) -> None:
-    problem = make()
+@pytest.mark.parametrize(("make", "size"), [(transformer, 1), (unet, 2), (conv_net, 1), (chain, 20)])
+def test_the_exact_optimum_is_not_faster_than_the_bound(make: Callable[[int], Problem], size: int, share: float) -> None:
+    problem = make(size)
     frontier = Planner(problem).frontier()
     budget_bytes = int(frontier[0].peak_bytes + share * (frontier[-1].peak_bytes - frontier[0].peak_bytes))
     optimum = exact_optimum(problem, budget_bytes)

@@ -199,9 +199,11 @@ class NativeSearch:
             self._native.dyngran_search_free(self._search)
 
     def mask(self, values: Iterable[int]) -> bytes:
+        """The mask of a set of values; numbers that no value has are left out."""
         mask = bytearray(self._num_values)
         for value in values:
-            mask[value] = 1
+            if 0 <= value < self._num_values:
+                mask[value] = 1
         return bytes(mask)
 
     def members(self, mask: bytes) -> frozenset[int]:
