@@ -69,7 +69,8 @@ def capture(
 ) -> Captured:
     """Build the problem of a prepared joint graph.
 
-    ``price`` gives each op its cost; ``keep_below_bytes`` None scales with the graph (a 4096th of the largest value, at most 64 KiB).
+    ``price`` gives each op its cost; ``keep_below_bytes`` None scales with the graph: a 256th of the largest value, which
+    is more than the statistics of a norm over rows of 256, at most 1 MiB.
     ``holds_outputs``: the caller holds what forward returns until backward ends; else until backward begins.
     Sizes that depend on data are planned at their upper bound, or at a guess: ``Captured.guesses`` says which.
     """
@@ -88,7 +89,7 @@ def capture(
         ops.append(_at_the_end(len(ops), "return outputs", "output", returned, pinned="ends forward"))
     values = _values(joint, storages, ops, forward_outputs, gradients, states)
     if keep_below_bytes is None:
-        keep_below_bytes = min(2**16, max((value.size_bytes for value in values if not value.kind.is_static), default=0) // 4096)
+        keep_below_bytes = min(2**20, max((value.size_bytes for value in values if not value.kind.is_static), default=0) // 256)
     problem = Problem(
         values=values,
         ops=tuple(ops),

@@ -269,12 +269,25 @@ class PlannedGraph:
             try:
                 with Heartbeat("tracing, planning and generating code"):
                     run = self._generate(torch_private.keep_copy(self._module), inputs, cut, account)
+            except torch_private.code_generation_error() as error:
+                if refusal or not self._rules_out_plan(error):
+                    raise
+                continue
             finally:
                 if run is None and refusal:  # code generators wrap what a partitioner raises: the refusal itself goes on
                     raise refusal[0]
             if self._fits(account):
                 return run
         raise self._refusal()
+
+    def _rules_out_plan(self, error: Exception) -> bool:
+        """Whether another plan may be compiled where the code generator failed on this one: then it is taken from now on."""
+        if self.strategy is None or self.plan is None or not self.strategy.rule_out(self.plan):
+            return False
+        note = f"the code generator failed on the fastest plan, so a plainer one is taken ({str(error).strip().splitlines()[0][:200]})"
+        self.notes.append(note)
+        log.warning(note)
+        return True
 
     def _generate(
         self, module: fx.GraphModule, inputs: Sequence[Any], cut: torch_private.Partitioner, account: WrapperAccount

@@ -118,7 +118,11 @@ def _is_well_formed(content: dict[str, Any]) -> bool:
         return False
     if not all(isinstance(one, dict) and one.keys() == {"forward", "backward", "saved"} for one in schedules.values()):
         return False
-    sets = [*saved.values(), *(part for one in schedules.values() for part in one.values()), *(entry[0] for entry in transients if isinstance(entry, list) and len(entry) == 2)]
+    sets = [
+        *saved.values(),
+        *(part for one in schedules.values() for part in one.values()),
+        *(entry[0] for entry in transients if isinstance(entry, list) and len(entry) == 2),
+    ]
     return all(isinstance(one, list) and all(isinstance(value, int) for value in one) for one in sets) and all(
         isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], int) for entry in transients
     )

@@ -52,6 +52,7 @@ REFUSAL_ROOM_BYTES = 2 * 2**20  # on CUDA, for a second try: cuBLASLt keeps 1 Mi
 NAMED_SHARE = 0.01  # of the least peak: outputs from that size on are named in a refusal
 PART_HINT = " It is the least peak of this graph, which is a part of the step: the other parts may need more."
 LOSS_BYTES = 64  # the loss and the gradient it starts from are eager scalars
+PLAIN_SOLVERS = ("stock", "default", "region", "every", "selective")  # whose plans are taken once the code generator failed on another
 MAX_DOUBTS = 2  # further plans whose code is generated before a refusal, where their simulations promise DOUBTED_SHARE less than is known
 DOUBTED_SHARE = 0.05
 MAX_MISSES = 2  # plans in a row whose generated code needed more than was guessed; then one that is known to fit is taken
@@ -65,6 +66,7 @@ class Strategy:
         correction_bytes: by how much the generated code needs more than the simulator said, for the last plan.
         accounted: peak with the problem's static bytes by generated code, per saved set.
         num_misses: plans in a row whose generated code passed the limit although the guess did not.
+        is_plain: True once the code generator failed on a plan: then only plans that a person might write are proposed.
         is_code_read: False once generated code could not be accounted for: plans then stand and fall by their simulation.
     """
 
@@ -81,6 +83,7 @@ class Strategy:
         self._meter: Measure | None = None
         self.num_misses = 0
         self.is_code_read = True
+        self.is_plain = False
         self.store_key = store_key(mark, captured.problem, options)
         static = captured.problem.total_static_bytes
         self.accounted = {saved: static + transient for saved, transient in recall_transients(self.store_key).items()}
@@ -250,7 +253,7 @@ class Strategy:
         return self._fastest(limit)
 
     def _fastest(self, limit: int) -> Plan:
-        saved = recall_saved(self.store_key, limit)
+        saved = None if self.is_plain else recall_saved(self.store_key, limit)
         if saved is not None and self.need_of(saved) <= limit:
             return self._plan_of(self.planner.add(saved, "stored"), "stored plan")
         outcomes = self._outcomes()
@@ -299,6 +302,13 @@ class Strategy:
         self.planner.search_orders(self._peak_within(limit))
         return self._fitting(self._outcomes(), limit)
 
+    def rule_out(self, plan: Plan) -> bool:
+        """The code generator failed on a plan: from now on take those that people write, which it is used to. False if it is one of them."""
+        if self.is_plain or self.options.plan is not None or self.options.solver != "auto" or plan.saved == self.free.saved:
+            return False
+        self.is_plain = True
+        return True
+
     def _fitting(self, outcomes: Sequence[Outcome], limit: int) -> list[Outcome]:
         """The plans within the limit. Guesses are worth `MAX_MISSES` compilations in a row where generated code is known to fit."""
         fitting = [outcome for outcome in outcomes if self._need(outcome) <= limit]
@@ -314,6 +324,8 @@ class Strategy:
     def _outcomes(self) -> list[Outcome]:
         """The planner's frontier and every plan whose code was generated: by its code it may need less than its simulation said."""
         frontier = self.planner.frontier()
+        if self.is_plain:
+            frontier = tuple(entry.outcome for name in PLAIN_SOLVERS for entry in self.planner.found_by(name))
         on_frontier = {outcome.saved for outcome in frontier if outcome.schedule is None}
         return [*frontier, *(self.simulator.evaluate(saved) for saved in self.accounted if saved not in on_frontier)]
 

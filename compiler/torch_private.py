@@ -282,6 +282,13 @@ class GeneratedCode:
     is_backward: bool
 
 
+def code_generation_error() -> type[Exception]:
+    """What Inductor raises when it cannot generate or compile code for a graph."""
+    from torch._inductor.exc import InductorError
+
+    return InductorError
+
+
 def compile_inductor(
     module: fx.GraphModule,
     inputs: Sequence[Any],

@@ -69,7 +69,7 @@ class Archive:
 
 
 class Judge:
-    """Simulates proposals, each saved set once, and archives them together and by solver; schedules that ``accepts`` refuses are dropped."""
+    """Simulates proposals, and archives them together and by solver; schedules that ``accepts`` refuses are dropped."""
 
     def __init__(
         self,

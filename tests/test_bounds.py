@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
 
@@ -195,7 +196,7 @@ def test_what_is_called_exact_is(problem: Problem, slack: int, solver: str) -> N
 
 
 def test_a_search_that_was_cut_short_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    planner = Planner(chain(9))
+    planner = Planner(replace(chain(9), fused=True))
     with_proof = planner.solve(6)
     assert with_proof.bound == exhaustive.PROOF
 
@@ -203,6 +204,6 @@ def test_a_search_that_was_cut_short_proves_nothing(monkeypatch: pytest.MonkeyPa
         if "exhaustive" in line:
             raise KeyboardInterrupt
 
-    plan = Planner(chain(9), progress=interrupt).solve(9)
+    plan = Planner(replace(chain(9), fused=True), progress=interrupt).solve(9)
     assert plan.truncated
     assert plan.bound != exhaustive.PROOF

@@ -491,3 +491,8 @@ def test_plain_dispatch_runs_real_tensors_whatever_the_thread_is_doing() -> None
     assert type(product) is Tensor
     assert (product.device.type, product.dtype, product.sum().item()) == ("cpu", torch.float32, 64.0)
     assert (type(fake).__name__, fake.device.type) == ("FakeTensor", "meta")
+
+
+def test_the_error_of_a_failed_code_generation_is_an_exception_of_inductor() -> None:
+    error = torch_private.code_generation_error()
+    assert issubclass(error, Exception) and error.__module__.startswith("torch._inductor")

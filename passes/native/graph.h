@@ -63,6 +63,7 @@ struct Outcome {
   double time_us, recompute_us;
   int32_t num_recomputed, num_kernels;
   int32_t num_forward, peak_position;
+  int64_t work;  // ops and operands looked at
 };
 
 // Peak and time of a set of saved values (one byte per value). Leaves what really crosses in scratch.crossing and, per kernel, the op,

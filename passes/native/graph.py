@@ -12,6 +12,8 @@ from typing import Any
 from dyngran.passes.native import library
 from dyngran.passes.problem import Kind, Problem, Side
 
+MAX_VISITS = 8  # ops and operands per op and evaluation that a walk expects at most: a graph that needs more (wide fan-out) gets fewer
+
 
 class _GraphArrays(ctypes.Structure):
     _fields_ = (
@@ -38,10 +40,12 @@ class NativeOutcome(ctypes.Structure):
     num_kernels: int
     num_forward: int
     peak_position: int
+    work: int
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("peak_bytes", "forward_peak_bytes", "backward_peak_bytes", "saved_bytes")),
         *((name, ctypes.c_double) for name in ("time_us", "recompute_us")),
         *((name, ctypes.c_int32) for name in ("num_recomputed", "num_kernels", "num_forward", "peak_position")),
+        ("work", ctypes.c_int64),
     )
 
 
@@ -50,6 +54,7 @@ class _Settings(ctypes.Structure):
         ("budget_bytes", ctypes.c_int64),
         *((name, ctypes.c_double) for name in ("price_us_per_byte", "saved_us_per_byte", "peak_us_per_byte", "first_threshold_us")),
         ("num_evaluations", ctypes.c_int64),
+        ("max_work", ctypes.c_int64),
         ("seed", ctypes.c_uint64),
     )
 
@@ -125,7 +130,7 @@ class NativeGraph:
         reads = self._rows([op.reads for op in ops])
         writes = self._rows([op.writes for op in ops])
         needs = self._rows([[read for read in op.reads if not given[read] and read not in late] for op in ops])
-        self.num_values = len(values)
+        self.num_values, self.num_ops = len(values), len(ops)
         arrays = _GraphArrays(
             len(values),
             len(ops),
@@ -248,7 +253,8 @@ class NativeSearch:
         for row in classes:
             starts.append(starts[-1] + len(row))
         items = array("i", chain.from_iterable(classes))
-        native_settings = _Settings(**{field[0]: getattr(settings, field[0]) for field in _Settings._fields_})
+        given = {field[0]: getattr(settings, field[0]) for field in _Settings._fields_ if field[0] != "max_work"}
+        native_settings = _Settings(**given, max_work=MAX_VISITS * settings.num_evaluations * max(1, self._graph.num_ops))
         start_at, items_at = starts.buffer_info()[0], items.buffer_info()[0]
         native = library()
         native.dyngran_walk.restype = ctypes.c_int64

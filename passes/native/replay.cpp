@@ -339,6 +339,7 @@ Outcome evaluate_crossing(const Graph& g, Scratch& s) {
     }
   }
   outcome.time_us = forward_us + backward_us;
+  outcome.work = int64_t(forward.size() + s.backward.size() + s.arena.size());
   outcome.num_kernels = num_kernels;
   outcome.num_forward = num_forward;
   for (int value = 0; value < g.num_values; ++value)

@@ -87,15 +87,16 @@ int64_t Search::walk(const uint8_t* start, const Rows& classes, const Settings& 
   keep(now);
   crossing_ = scratch.crossing;
   double now_cost = cost(now);
-  int64_t num_done = 1;
+  int64_t num_done = 1, work = now.work;
   const int64_t max_moves = classes.starts.size() < 2 ? 0 : 20 * settings.num_evaluations;  // moves that change nothing cost little, but are not for ever
-  for (int64_t moves = 0; num_done < settings.num_evaluations && moves < max_moves && !*stop; ++moves) {
+  for (int64_t moves = 0; num_done < settings.num_evaluations && moves < max_moves && work < settings.max_work && !*stop; ++moves) {
     tried_ = wished_;
     move(classes, now, settings.budget_bytes, random);
     normalize(graph, scratch, tried_.data());
     if (scratch.crossing == crossing_) continue;
     const Outcome next = evaluate_crossing(graph, scratch);
     ++num_done;
+    work += next.work;
     keep(next);
     const double left = 1.0 - double(num_done) / double(settings.num_evaluations);
     const double next_cost = cost(next);

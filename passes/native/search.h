@@ -25,6 +25,7 @@ struct Settings {
   double peak_us_per_byte;    // of every byte of the peak: zero, but for lists of options
   double first_threshold_us;  // by how much worse a plan may be to be accepted, in the beginning; it falls quadratically to zero
   int64_t num_evaluations;
+  int64_t max_work;           // ops and operands that all evaluations together may look at
   uint64_t seed;
 };
 

@@ -67,12 +67,12 @@ def schedule_of(simulator: Simulator, saved: frozenset[int]) -> Schedule:
     return with_sources(simulator.problem, Schedule(tuple(forward), tuple(backward), saved))
 
 
-def orders(simulator: Simulator, budget_bytes: int, start: Schedule, stop: Stop) -> Iterator[Schedule]:
-    """The best schedule for a budget that annealing finds from ``start``; none where an op writes over another's value."""
+def orders(
+    simulator: Simulator, budget_bytes: int, start: Schedule, stop: Stop, *, work: int = ORDER_WORK, max_moves: int = MAX_MOVES
+) -> Iterator[Schedule]:
+    """The best schedule for a budget that annealing finds from ``start`` with at most ``work`` moves times ops."""
     problem = simulator.problem
-    if any(problem.values[value].producer != op.index for op in problem.ops for value in op.writes):
-        return
-    moves = min(MAX_MOVES, ORDER_WORK // max(1, len(problem.ops)))
+    moves = min(max_moves, work // max(1, len(problem.ops)))
     yield anneal_order(problem, budget_bytes, start, num_moves=moves, max_seconds=MAX_SECONDS, should_stop=lambda: bool(stop))[0]
 
 

@@ -85,9 +85,7 @@ class Hierarchy:
         numbers = self.regions.numbers
         self._place_in_forward = [numbers[op.index] if op.side is Side.FORWARD and op.index not in ending else -1 for op in problem.ops]
         self._place_in_backward = [numbers[op.index] if op.side is Side.BACKWARD else -1 for op in problem.ops]
-        self._forward_extra = [0] * self.regions.num_regions
-        self._backward_extra = [0] * self.regions.num_regions
-        self.num_evaluations = 0
+        self.forget()
         self._find_groups()
         self._plan_kinds(guides)
         self._rows = [(group, option) for group in self._groups for option in self._options[group.kind]]
@@ -150,8 +148,16 @@ class Hierarchy:
             joined.append(min(ways)[1])
         return joined
 
+    def forget(self) -> None:
+        """Drop what was measured on earlier plans, so that the next answer does not depend on them."""
+        self._forward_extra = [0] * self.regions.num_regions
+        self._backward_extra = [0] * self.regions.num_regions
+
     def plans(self, transient_bytes: int) -> Iterator[bytes]:
-        """Masks of saved values for a budget, each round nearer to it; the last need not be the best."""
+        """Masks of saved values for a budget, each round nearer to it; the last need not be the best.
+
+        What was measured on plans for other budgets since `forget` is where it starts.
+        """
         target = transient_bytes
         seen: set[bytes] = set()
         for _ in range(MAX_ROUNDS):
@@ -327,6 +333,7 @@ def propose(
     if not simulator.candidates:
         return
     hierarchy = hierarchy or Hierarchy(simulator)
+    hierarchy.forget()
     static, free = simulator.problem.total_static_bytes, free_transient(simulator)
     budgets = [free * step // NUM_BUDGETS for step in range(NUM_BUDGETS, 0, -1)] if budget_bytes is None else [budget_bytes - static]
     for transient_bytes in budgets:

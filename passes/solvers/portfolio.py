@@ -2,7 +2,8 @@
 
 The search does not look at the budget: it fills the whole frontier once. So the answer to a budget does not depend on which budgets
 were asked before, a smaller budget never gives a larger peak or a faster step, and a new budget costs one look-up. Only where no saved
-set fits and order is ours (no fusing code generator) is there a search for that budget: schedules in which values are made more often.
+set is proven to be the fastest and order is ours (no fusing code generator) are schedules searched as well, in which values may be made
+more often: on rungs that do not depend on the budget either.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from itertools import islice
 from threading import Timer
 from time import monotonic
 
-from dyngran.passes.archive import Accepts, Archive, Judge, Proposal
+from dyngran.passes.archive import Accepts, Archive, Entry, Judge, Proposal
+from dyngran.passes.bounds import lower_bound
 from dyngran.passes.errors import InvalidOption
 from dyngran.passes.native.graph import Stop
 from dyngran.passes.plan import Plan, Schedule
@@ -63,6 +65,10 @@ CUT_SWEEPS = 2  # that are looked into for each rung
 NUM_GUIDES = 12  # plans of others whose choices are options of the hierarchical planner
 MAX_MUTWO_OPS = 5000  # above it others find as much in less time
 MAX_MUTWO_PLANS = 40  # of the greedy's way, as seeds; solver="mutwo" tries more
+SHARES_OF_LEAST = (0.0, 0.6, 0.75, 0.9, 1.0)  # of the least transient of all saved sets: rungs for orders
+SHARES_ABOVE = (0.25, 0.5, 0.75)  # of the way from there to the fastest plan
+RUNG_WORK = 50_000_000  # moves times ops for each
+MAX_RUNG_MOVES = 20_000
 ILP_SHARES = (0.6, 0.3)  # of the default plan's transient: budgets of the programs that seed the search
 MAX_ILP_CANDIDATES = 80  # above it other moves find as much in less time
 ILP_LIMITS = ilp.Limits(gap=0.01, max_nodes=20, max_seconds=10.0)
@@ -118,13 +124,16 @@ class Planner:
         self.judge(self.simulator.default_saved, "default")
         if solver == "auto":
             self._search()
-            if self.judge.archive.best(budget_bytes) is None or self._is_all_forward:
+            if self._is_all_forward:
                 self.search_orders(budget_bytes)
+            elif not self._is_fastest_proven(budget_bytes):
+                self._search_rungs_of_orders()
             archive = self.judge.archive
         else:
             self._run(solver, budget_bytes)
             archive = self.judge.by_solver.get(solver, Archive())
-        proof = exhaustive.PROOF if "exhaustive" in self._done and not self.truncated and solver == "auto" else ""
+        is_proven = self.problem.fused and "exhaustive" in self._done and not self.truncated and solver == "auto"
+        proof = exhaustive.PROOF if is_proven else ""
         hint = "" if solver == "auto" else self._hint_of_other_solvers(budget_bytes, solver)
         return plan_from(self.judge, archive, budget_bytes, solver=solver, truncated=self.truncated, proof=proof, hint=hint)
 
@@ -132,6 +141,10 @@ class Planner:
         """Every plan on the Pareto frontier, least peak first; runs the search if it has not run."""
         self._search()
         return tuple(entry.outcome for entry in self.judge.archive.frontier())
+
+    def found_by(self, solver: str) -> tuple[Entry, ...]:
+        """The frontier of what one solver has proposed so far, least peak first."""
+        return self.judge.by_solver.get(solver, Archive()).frontier()
 
     def add(self, saved: Iterable[int], solver_name: str) -> Outcome:
         """Simulate and archive a saved set from elsewhere (a plan file, a person)."""
@@ -198,13 +211,39 @@ class Planner:
     def search_orders(self, budget_bytes: int | None) -> None:
         """Schedules for one budget that no saved set fits: revolve, DTR, and annealing from the least of all."""
         stage = f"orders for {budget_bytes} bytes"
-        if self.problem.fused or budget_bytes is None or stage in self._done:
+        if self.problem.fused or budget_bytes is None or budget_bytes <= self.problem.total_static_bytes or stage in self._done:
             return
         with _SafetyStop(self._max_seconds, self._stop) as safety:
             for name in ("revolve", "dtr"):
                 self._once(f"{name} for {budget_bytes} bytes", name, PROPOSERS[name](self.simulator, budget_bytes=budget_bytes))
             start = self._start_of_orders(budget_bytes)
             self._once(stage, "anneal", anneal.orders(self.simulator, budget_bytes, start, self._stop))
+        self._note(safety)
+
+    def _is_fastest_proven(self, budget_bytes: int | None) -> bool:
+        """Whether no order of ops could be faster than the best saved set for a budget; with a fusing code generator order is not ours."""
+        entry = self.judge.archive.best(budget_bytes)
+        return self.problem.fused or (entry is not None and entry.outcome.time_us <= lower_bound(self.problem, budget_bytes).time_us + 1e-6)
+
+    def _search_rungs_of_orders(self) -> None:
+        """Schedules at budgets that do not depend on the one asked for, so that answers stay monotone: some below the least peak of all
+        saved sets, down to the least that any order reaches, some between that and the fastest plan."""
+        if "rungs of orders" in self._done:
+            return
+        self._done.add("rungs of orders")
+        static = self.problem.total_static_bytes
+        entries = self.judge.archive.frontier()
+        least, most = entries[0].outcome.peak_bytes - static, entries[-1].outcome.peak_bytes - static
+        rungs_below = [int(least * share) for share in SHARES_OF_LEAST]
+        rungs_above = [least + int((most - least) * share) for share in SHARES_ABOVE]
+        with _SafetyStop(self._max_seconds, self._stop) as safety:
+            for transient_bytes in sorted({*rungs_below, *rungs_above}, reverse=True):
+                budget_bytes = static + transient_bytes
+                for name in ("revolve", "dtr"):
+                    self._once(f"{name} for {budget_bytes} bytes", name, PROPOSERS[name](self.simulator, budget_bytes=budget_bytes))
+                start = self._start_of_orders(budget_bytes)
+                proposed = anneal.orders(self.simulator, budget_bytes, start, self._stop, work=RUNG_WORK, max_moves=MAX_RUNG_MOVES)
+                self._once(f"orders for {budget_bytes} bytes", "anneal", proposed)
         self._note(safety)
 
     def _start_of_orders(self, budget_bytes: int) -> Schedule:
@@ -234,7 +273,7 @@ class Planner:
             entries = self.judge.archive.frontier()
             guides = [entries[place * len(entries) // NUM_GUIDES].outcome.saved for place in range(NUM_GUIDES)]
             self._hierarchy = hierarchical.Hierarchy(self.simulator, guides=list(dict.fromkeys(guides)), stop=self._stop)
-        return hierarchical.propose(self.simulator, budget_bytes=budget_bytes, hierarchy=self._hierarchy)
+        yield from hierarchical.propose(self.simulator, budget_bytes=budget_bytes, hierarchy=self._hierarchy)
 
     def _once(self, stage: str, solver: str, proposed: Iterator[Proposal]) -> None:
         if stage in self._done or self._stop:
