@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.inductor_prims  # registers operators that exported graphs name
 from torch import fx
 from torch._subclasses import FakeTensorMode
 

@@ -67,8 +67,7 @@ def _sentences(report: Report | StepReport) -> tuple[str, ...]:
     if all(each.schedule is None for each in plans):
         again = "1 op runs again in backward" if num_recomputed == 1 else f"{num_recomputed} ops run again in backward"
     else:
-        runs = "1 run of an op is one" if num_recomputed == 1 else f"{num_recomputed} runs of ops are runs"
-        again = f"the order of ops is prescribed, {runs} beyond its first"
+        again = f"the order of ops is prescribed, and {num_recomputed} of their runs {'repeats' if num_recomputed == 1 else 'repeat'} one"
     sentences.append(
         f"Plan by {solvers}{cut}: {again}, "
         f"{format_us(sum(each.recompute_us for each in plans))}; "

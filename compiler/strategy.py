@@ -299,11 +299,12 @@ class Strategy:
             return [stored]
         for known in recall_schedules(self.store_key):
             self.planner.add_schedule(known, "stored")
+        self.planner.search_rungs_of_orders()  # how low schedules reach does not depend on the limit
         self.planner.search_orders(self._peak_within(limit))
         return self._fitting(self._outcomes(), limit)
 
     def rule_out(self, plan: Plan) -> bool:
-        """The code generator failed on a plan: from now on take those that people write, which it is used to. False if it is one of them."""
+        """The code generator failed on a plan: from now on take those that people write, which it is used to. False if it is one."""
         if self.is_plain or self.options.plan is not None or self.options.solver != "auto" or plan.saved == self.free.saved:
             return False
         self.is_plain = True

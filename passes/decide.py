@@ -86,9 +86,7 @@ def _decisions_of_schedule(problem: Problem, saved: frozenset[int], schedule: Sc
         making = made.get(value, Making(0, False))
         if value in saved:
             decisions.append(_keep(problem, value, saved, num_again=making.num_again))
-        elif producer is None or problem.ops[producer].side is Side.BACKWARD:
-            continue
-        elif making.is_late or making.num_again:
+        elif producer is not None and (making.num_again or (making.is_late and problem.ops[producer].side is not Side.BACKWARD)):
             again = producer in in_forward
             is_usual = making.is_late and making.num_again == int(again)  # as in a plan without a schedule
             decisions.append(_recompute(problem, value, again=again, num_again=0 if is_usual else making.num_again))

@@ -132,6 +132,7 @@ class _LocalBuilder:
         self._order = regions.values_in_order(first, end)
         self._local = {value: place for place, value in enumerate(self._order)}
         self._made = {write for index in self._group for write in self._whole.ops[index].writes}
+        self._read_early = self._find_read_early()
         self._ops: list[Op] = []
         self._tangent = len(self._order)  # the last local value: what helpers of backward read
 
@@ -185,9 +186,18 @@ class _LocalBuilder:
     def _copy(self, side: Side) -> None:
         for index in self._group:
             op = self._whole.ops[index]
-            if op.side is side:
+            if (Side.FORWARD if index in self._read_early else op.side) is side:
                 reads, writes = (tuple(self._local[value] for value in values) for values in (op.reads, op.writes))
                 self._ops.append(replace(op, index=len(self._ops), reads=reads, writes=writes))
+
+    def _find_read_early(self) -> set[int]:
+        """FREE ops whose results forward ops read: random states, which only a second draw needs."""
+        early = {read for index in self._group if self._whole.ops[index].side is Side.FORWARD for read in self._whole.ops[index].reads}
+        return {
+            index
+            for index in self._group
+            if self._whole.ops[index].side is Side.FREE and not early.isdisjoint(self._whole.ops[index].writes)
+        }
 
     def _finish(self, entering: list[int], leaving: list[int], elsewhere: list[int], gradients: list[int]) -> LocalProblem:
         whole = self._whole
@@ -209,6 +219,7 @@ class _LocalBuilder:
             bytes_per_us=whole.bytes_per_us,
             launch_us=whole.launch_us,
             keep_below_bytes=whole.keep_below_bytes,
+            stock={name: frozenset(self._local[value] for value in saved if value in self._made) for name, saved in whole.stock.items()},
         )
         return LocalProblem(
             problem=problem,

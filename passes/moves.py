@@ -20,7 +20,8 @@ def choosable(problem: Problem, candidates: Iterable[int]) -> list[int]:
     chosen = []
     for value in candidates:
         producer = problem.values[value].producer
-        if producer is None or not problem.values[value].size_bytes or problem.keeps_as_small(value):
+        is_settled = problem.keeps_as_small(value) or problem.drops_as_small(value)
+        if producer is None or not problem.values[value].size_bytes or is_settled:
             continue
         op = problem.ops[producer]
         if not op.pinned and not op.never_saved:

@@ -124,17 +124,28 @@ class Problem:
             written.update(op.writes)
 
     def keeps_as_small(self, value: int) -> bool:
-        """True if ``value`` is always kept: small, and made by an op that does not fuse, reduces, or reads something large.
+        """True if ``value`` is always kept: small, and made by an op that does not fuse, reduces, or reads something large, or saved by
+        torch's own partition.
 
-        Small results of small operands cost nothing to make again, and each that is saved is one more operand of the fused loops in
-        backward: Inductor writes an intermediate of more than four reads to memory instead of inlining it.
+        Other small results of small operands cost nothing to make again, and each that is saved is one more operand of the fused loops
+        in backward: Inductor writes an intermediate of more than four reads to memory instead of inlining it.
         """
         threshold = self.keep_below_bytes
         producer = self.values[value].producer
         if not threshold or producer is None or self.values[value].size_bytes > threshold:
             return False
         op = self.ops[producer]
-        return not op.fusible or op.reduction or any(self.values[read].size_bytes > threshold for read in op.reads)
+        breaks_chain = not op.fusible or op.reduction or any(self.values[read].size_bytes > threshold for read in op.reads)
+        return breaks_chain or (bool(self.stock) and value in self.stock[min(self.stock)])
+
+    def drops_as_small(self, value: int) -> bool:
+        """True if ``value`` is never saved although it could be: small, not one to keep, and not saved by torch's own partition.
+
+        Which of a few bytes cross is no matter of memory. Left to a search it makes kernels that no partition of torch's makes, and that
+        its compilers have not met.
+        """
+        is_small = 0 < self.values[value].size_bytes <= self.keep_below_bytes
+        return is_small and bool(self.stock) and self.values[value].producer is not None and not self.keeps_as_small(value)
 
     @property
     def total_static_bytes(self) -> int:

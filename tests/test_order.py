@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import Builder, chain, problems, transformer
 
 from dyngran.passes.plan import Schedule
 from dyngran.passes.problem import Kind, Problem, Side
 from dyngran.passes.schedule import check_schedule, replay_schedule
 from dyngran.passes.simulate import Simulator
 from dyngran.passes.solvers.order import anneal_order
-from tests.problems import Builder, chain, problems, transformer
 
 State = tuple[bool, frozenset[int], frozenset[int]]  # in backward?, ops that ran, values in memory
 

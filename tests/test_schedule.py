@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from problems import Builder, chain, problems, transformer
 
 from dyngran.passes.plan import Schedule
 from dyngran.passes.problem import Kind, Op, Problem, Side, Value
 from dyngran.passes.schedule import check_schedule, replay_schedule
 from dyngran.passes.simulate import Simulator
 from dyngran.passes.solvers.order import held_outputs
-from problems import Builder, chain, problems, transformer
 
 
 def naive_peak_bytes(problem: Problem, schedule: Schedule) -> int:

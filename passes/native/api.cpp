@@ -45,7 +45,7 @@ struct GraphArrays {  // as passes/native/graph.py fills it
   const double* cost;
   const uint8_t* op_flags;      // 1 fusible, 2 reduction, 4 pinned, 8 never saved, 16 forward, 32 backward
   const int32_t *space, *producer;
-  const uint8_t* value_flags;   // 1 small, 2 output, 4 gradient, 8 tangent, 16 depends on a tangent
+  const uint8_t* value_flags;   // 1 always kept, 2 output, 4 gradient, 8 tangent, 16 depends on a tangent, 32 never saved
   int32_t num_wanted, num_late_wanted;
   const int32_t *wanted, *late_wanted;
 };
@@ -88,6 +88,7 @@ Graph* dyngran_graph_new(const GraphArrays* from) {
     graph->gradient.push_back(flags >> 2 & 1);
     graph->tangent.push_back(flags >> 3 & 1);
     graph->late.push_back(flags >> 4 & 1);
+    graph->dropped.push_back(flags >> 5 & 1);
     if (flags & 8) graph->tangent_bytes += graph->live[value];
   }
   graph->wanted.assign(from->wanted, from->wanted + from->num_wanted);

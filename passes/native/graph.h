@@ -25,7 +25,7 @@ struct Graph {
   std::vector<double> cost;                        // us per op
   std::vector<uint8_t> fusible, reduction, pinned, never_saved, early_ran;  // per op; early_ran: a FORWARD op
   std::vector<int32_t> space, producer;            // iteration space of an op; op that makes a value, -1 if it is given
-  std::vector<uint8_t> given, small, output, gradient, tangent, late;  // per value; late: depends on a tangent
+  std::vector<uint8_t> given, small, dropped, output, gradient, tangent, late;  // per value; late: depends on a tangent
   std::vector<int32_t> wanted;                     // values that backward reads and that may cross
   std::vector<int32_t> late_wanted;                // gradients that depend on no tangent: brought at the end
   std::vector<int32_t> forward_ops, backward_ops;

@@ -183,7 +183,7 @@ def _flags_of_op(op: Any) -> int:
 
 def _flags_of_value(problem: Problem, value: int, is_late: bool) -> int:
     flags = problem.keeps_as_small(value) | (value in problem.forward_outputs) << 1 | (value in problem.gradients) << 2
-    return flags | (problem.values[value].kind is Kind.TANGENT) << 3 | is_late << 4
+    return flags | (problem.values[value].kind is Kind.TANGENT) << 3 | is_late << 4 | problem.drops_as_small(value) << 5
 
 
 class NativeSearch:

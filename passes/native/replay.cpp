@@ -232,7 +232,7 @@ void normalize(const Graph& g, Scratch& s, const uint8_t* wished) {
     if (s.seen[value] || g.given[value]) continue;
     s.seen[value] = 1;
     const int op = g.producer[value];
-    if (g.pinned[op] || ((wished[value] || g.small[value]) && !g.never_saved[op])) {
+    if (g.pinned[op] || ((wished[value] || g.small[value]) && !g.dropped[value] && !g.never_saved[op])) {
       s.crossing[value] = 1;
     } else {
       s.stack.insert(s.stack.end(), g.reads.begin(op), g.reads.end(op));

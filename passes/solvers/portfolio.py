@@ -127,7 +127,7 @@ class Planner:
             if self._is_all_forward:
                 self.search_orders(budget_bytes)
             elif not self._is_fastest_proven(budget_bytes):
-                self._search_rungs_of_orders()
+                self.search_rungs_of_orders()
             archive = self.judge.archive
         else:
             self._run(solver, budget_bytes)
@@ -225,10 +225,10 @@ class Planner:
         entry = self.judge.archive.best(budget_bytes)
         return self.problem.fused or (entry is not None and entry.outcome.time_us <= lower_bound(self.problem, budget_bytes).time_us + 1e-6)
 
-    def _search_rungs_of_orders(self) -> None:
+    def search_rungs_of_orders(self) -> None:
         """Schedules at budgets that do not depend on the one asked for, so that answers stay monotone: some below the least peak of all
         saved sets, down to the least that any order reaches, some between that and the fastest plan."""
-        if "rungs of orders" in self._done:
+        if self.problem.fused or "rungs of orders" in self._done:
             return
         self._done.add("rungs of orders")
         static = self.problem.total_static_bytes

@@ -10,6 +10,7 @@ from dyngran.passes.decide import decide
 from dyngran.passes.errors import BudgetTooSmall, format_bytes
 from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Kind, Problem
+from dyngran.passes.schedule import timeline_of
 from dyngran.passes.simulate import Outcome, Simulator
 
 Propose = Callable[..., Iterator[Proposal]]
@@ -61,7 +62,7 @@ def too_small(judge: Judge, archive: Archive, budget_bytes: int, *, hint: str = 
     least = archive.least() or judge.archive.least()
     assert least is not None
     values = judge.simulator.problem.values
-    pinned = [(values[v].label or values[v].name, size) for v, size in judge.simulator.timeline(least.outcome.saved).live_at_peak]
+    pinned = [(values[v].label or values[v].name, size) for v, size in timeline_of(judge.simulator, least.outcome).live_at_peak]
     return BudgetTooSmall(
         budget_bytes=budget_bytes,
         least_peak_bytes=least.outcome.peak_bytes,
@@ -79,7 +80,7 @@ def hint_of(simulator: Simulator, budget_bytes: int, least: Outcome) -> str:
             f"Parameters, optimizer state and inputs alone take {format_bytes(static)}: raise the budget, "
             "lower the batch size, use a smaller optimizer state or freeze parameters."
         )
-    timeline = simulator.timeline(least.saved)
+    timeline = timeline_of(simulator, least)
     kinds: dict[Kind, int] = {}
     for value, size in timeline.live_at_peak:
         kind = problem.values[value].kind
