@@ -52,6 +52,7 @@ REFUSAL_ROOM_BYTES = 2 * 2**20  # on CUDA, for a second try: cuBLASLt keeps 1 Mi
 NAMED_SHARE = 0.01  # of the least peak: outputs from that size on are named in a refusal
 PART_HINT = " It is the least peak of this graph, which is a part of the step: the other parts may need more."
 LOSS_BYTES = 64  # the loss and the gradient it starts from are eager scalars
+STOCK = "min-cut"  # torch's default partition
 PLAIN_SOLVERS = ("stock", "default", "region", "every", "selective")  # whose plans are taken once the code generator failed on another
 MAX_DOUBTS = 2  # further plans whose code is generated before a refusal, where their simulations promise DOUBTED_SHARE less than is known
 DOUBTED_SHARE = 0.05
@@ -74,7 +75,7 @@ class Strategy:
         self.captured = captured
         self.options = options
         self.fingerprint = mark
-        self.planner = Planner(captured.problem, progress=log.info, accepts=self._runnable)
+        self.planner = Planner(_with_stock(captured), progress=log.info, accepts=self._runnable)
         self._rules: OrderRules | None = None
         self.margin_bytes = 0
         self.correction_bytes = 0
@@ -89,7 +90,7 @@ class Strategy:
         self.accounted = {saved: static + transient for saved, transient in recall_transients(self.store_key).items()}
         for saved in self.accounted:
             self.planner.add(saved, "stored")
-        self.free: Outcome = self.planner.add(self._stock_saved(), "stock")
+        self.free: Outcome = self.planner.add(self.problem.stock.get(STOCK, self.simulator.default_saved), "stock")
 
     @classmethod
     def of(
@@ -172,13 +173,6 @@ class Strategy:
             log.info("a schedule was dropped: %s", error)
             return None
         return mended
-
-    def _stock_saved(self) -> frozenset[int]:
-        """What torch's partitioner for this code generator saves."""
-        if not self.problem.fused:
-            return self.simulator.default_saved
-        nodes = torch_private.stock_saved_nodes(self.captured.joint.module, self.captured.node_info, 1.0)
-        return self.captured.values_of(nodes)
 
     def solve(self, budget_bytes: int | None, *, held_bytes: int, tight: bool) -> Plan:
         """The fastest known plan for a budget, given what the step holds besides.
@@ -514,3 +508,11 @@ class Strategy:
         values = self.problem.values
         live = timeline_of(self.simulator, plan).live_at_peak
         return tuple((values[value].label or values[value].name, size) for value, size in live[:8])
+
+
+def _with_stock(captured: Captured) -> Problem:
+    """The problem with what torch's partitioner for this code generator saves: as the default plan without fusion."""
+    if not captured.problem.fused:
+        return captured.problem
+    nodes = torch_private.stock_saved_nodes(captured.joint.module, captured.node_info, 1.0)
+    return replace(captured.problem, stock={STOCK: captured.values_of(nodes)})

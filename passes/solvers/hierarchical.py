@@ -39,7 +39,8 @@ MIN_BINS = 100
 MAX_ROUNDS = 5
 CLOSE = 0.002  # of the transient budget left unused: near enough
 PRICES = (0.03, 0.1, 0.2, 0.35, 0.6, 1.0, 1.7, 3.0)  # of a saved byte, as shares of what a saved byte is worth on average
-LOCAL_WORK = 32_000_000  # op visits that the walks over one problem's kinds may take together
+LOCAL_WORK_PER_OP = 16_000  # op visits that the walks over one problem's kinds may take together, for each of its ops, and
+LOCAL_WORK = 32_000_000  # at most
 FIRST_THRESHOLD = 0.005  # of the time between saving nothing and everything
 MAX_WALK = 3000  # plans per walk
 
@@ -113,7 +114,8 @@ class Hierarchy:
         self._options: list[list[_Option]] = [[] for _ in self._first_of_kind]
         self.num_kinds = len(self._first_of_kind)
         total = sum(len(self.regions.group_ops(group.first, group.end)) for group in self._first_of_kind)
-        length = min(MAX_WALK, LOCAL_WORK // max(1, total) // (2 * len(PRICES)))
+        work = min(LOCAL_WORK, LOCAL_WORK_PER_OP * len(self.regions.problem.ops))
+        length = min(MAX_WALK, work // max(1, total) // (2 * len(PRICES)))
 
         def plan(group: _Group) -> list[_Option]:
             place = {value: local for local, value in enumerate(self.regions.values_in_order(group.first, group.end))}

@@ -19,7 +19,7 @@ from dyngran.passes.solvers.anneal import walk_settings
 NAME = "polish"
 NUM_RUNGS = 40
 WORK = 40_000_000  # op visits of all walks together
-MAX_EVALUATIONS = 400  # per walk
+MAX_EVALUATIONS = 400  # per walk, or one for each op if those are fewer
 THRESHOLDS = (5e-5, 0.0)  # of the step, one sweep over the ladder each
 LOWER = 0.98  # the lowest rungs ask for less than the least peak known
 
@@ -43,7 +43,7 @@ def polish(judge: Judge, stop: Stop) -> None:
         return
     for sweep, threshold in enumerate(THRESHOLDS):
         budgets = rungs(judge)
-        count = min(MAX_EVALUATIONS, WORK // len(THRESHOLDS) // len(budgets) // max(1, len(problem.ops)))
+        count = min(MAX_EVALUATIONS, len(problem.ops), WORK // len(THRESHOLDS) // len(budgets) // max(1, len(problem.ops)))
         starts = [_start(judge, budget_bytes) for budget_bytes in budgets]
 
         walks = [
