@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import _thread
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from random import Random
-from threading import Timer
 
 import pytest
 from problems import Builder, conv_net, densenet, encoder_decoder, layered, transformer, two_towers, unet
@@ -321,18 +319,6 @@ def plan_or_none_of(planner: Planner, budget_bytes: int, solver: str) -> Plan | 
         return planner.solve(budget_bytes, solver=solver)
     except BudgetTooSmall:
         return None
-
-
-def test_ctrl_c_in_the_middle_of_native_code_returns_a_plan() -> None:
-    problem = transformer(24)
-    planner = Planner(problem)
-    generous = planner.simulator.evaluate(planner.simulator.default_saved).peak_bytes
-    timer = Timer(0.4, _thread.interrupt_main)
-    timer.start()
-    plan = planner.solve(generous)
-    timer.join()
-    assert plan.truncated
-    assert plan.peak_bytes <= generous
 
 
 def test_the_hierarchical_planner_s_answer_does_not_depend_on_what_was_asked_before() -> None:

@@ -48,7 +48,7 @@ def test_small_problems_are_planned_to_the_optimum(problem: Problem, slack: int)
         assert plan.time_us == best
     else:  # by another order, or by making a value more than twice
         assert replay_schedule(problem, plan.schedule).peak_bytes == plan.peak_bytes
-        assert best is None or plan.time_us < best
+        assert best is None or plan.time_us <= best
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=SLOW)

@@ -67,7 +67,8 @@ MAX_MUTWO_OPS = 5000  # above it others find as much in less time
 MAX_MUTWO_PLANS = 40  # of the greedy's way, as seeds; solver="mutwo" tries more
 SHARES_OF_LEAST = (0.0, 0.6, 0.75, 0.9, 1.0)  # of the least transient of all saved sets: rungs for orders
 SHARES_ABOVE = (0.25, 0.5, 0.75)  # of the way from there to the fastest plan
-RUNG_WORK = 50_000_000  # moves times ops for each
+MAX_POLICY_OPS = 1000  # above it revolve and DTR, whose work grows faster than the graph, start no orders
+RUNG_WORK = 20_000_000  # moves times ops for each
 MAX_RUNG_MOVES = 20_000
 ILP_SHARES = (0.6, 0.3)  # of the default plan's transient: budgets of the programs that seed the search
 MAX_ILP_CANDIDATES = 80  # above it other moves find as much in less time
@@ -239,7 +240,7 @@ class Planner:
         with _SafetyStop(self._max_seconds, self._stop) as safety:
             for transient_bytes in sorted({*rungs_below, *rungs_above}, reverse=True):
                 budget_bytes = static + transient_bytes
-                for name in ("revolve", "dtr"):
+                for name in ("revolve", "dtr") if len(self.problem.ops) <= MAX_POLICY_OPS else ():
                     self._once(f"{name} for {budget_bytes} bytes", name, PROPOSERS[name](self.simulator, budget_bytes=budget_bytes))
                 start = self._start_of_orders(budget_bytes)
                 proposed = anneal.orders(self.simulator, budget_bytes, start, self._stop, work=RUNG_WORK, max_moves=MAX_RUNG_MOVES)
