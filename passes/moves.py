@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from os import cpu_count
 from typing import TypeVar
@@ -39,11 +39,17 @@ def num_threads() -> int:
     return max(1, min(4, cpu_count() or 1))
 
 
-def side_by_side(function: Callable[[_Item], _Result], items: Iterable[_Item], stop: Stop) -> Iterator[_Result]:
-    """``map`` on several threads, results in order. An exception, Ctrl-C too, stops the walks that are under way."""
+def side_by_side(function: Callable[[_Item], _Result], items: Iterable[_Item], stop: Stop, take: Callable[[_Result], None]) -> None:
+    """Call ``function`` for the items on several threads and ``take`` its results in order.
+
+    An error or Ctrl-C, in ``take`` as well, stops the walks that are under way before it goes on.
+    """
     with ThreadPoolExecutor(num_threads()) as pool:
+        is_done = False
         try:
-            yield from pool.map(function, items)
-        except BaseException:
-            stop.set()
-            raise
+            for result in pool.map(function, items):
+                take(result)
+            is_done = True
+        finally:
+            if not is_done:
+                stop.set()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from random import Random
+from threading import Timer
 
 import pytest
 from problems import Builder, conv_net, densenet, encoder_decoder, layered, transformer, two_towers, unet
@@ -319,6 +321,22 @@ def plan_or_none_of(planner: Planner, budget_bytes: int, solver: str) -> Plan | 
         return planner.solve(budget_bytes, solver=solver)
     except BudgetTooSmall:
         return None
+
+
+def test_ctrl_c_in_the_middle_of_native_code_returns_a_plan() -> None:
+    """Three times, for Python drops what is raised while an object is being deleted."""
+    problem = transformer(24)
+    were_cut_short = []
+    for delay_s in (0.4, 0.5, 0.6):
+        planner = Planner(problem)
+        generous = planner.simulator.evaluate(planner.simulator.default_saved).peak_bytes
+        timer = Timer(delay_s, _thread.interrupt_main)
+        timer.start()
+        plan = planner.solve(generous)
+        timer.join()
+        assert plan.peak_bytes <= generous
+        were_cut_short.append(plan.truncated)
+    assert any(were_cut_short)
 
 
 def test_the_hierarchical_planner_s_answer_does_not_depend_on_what_was_asked_before() -> None:

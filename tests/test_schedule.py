@@ -156,7 +156,7 @@ def test_what_cannot_run_is_named(schedule: Schedule, message: str) -> None:
 
 def _guarded(**changes: object) -> Problem:
     problem = chain(3)
-    first: Op = replace(problem.ops[0], **changes)  # type: ignore[arg-type]
+    first: Op = replace(problem.ops[0], **changes)
     return replace(problem, ops=(first, *problem.ops[1:]))
 
 

@@ -56,8 +56,8 @@ class Attending(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            query, key, value = layer["project"](layer["norm"](x)).chunk(3, -1)  # type: ignore[index]  # a ModuleDict
-            x = x + F.gelu(layer["out"](torch.softmax(query @ key.transpose(-1, -2) / 8, -1) @ value))  # type: ignore[index]
+            query, key, value = layer["project"](layer["norm"](x)).chunk(3, -1)
+            x = x + F.gelu(layer["out"](torch.softmax(query @ key.transpose(-1, -2) / 8, -1) @ value))
         return x.square().mean()
 
 

@@ -28,7 +28,7 @@ void Search::add_option(const Outcome& outcome) {
 void Search::move(const Rows& classes, const Outcome& now, int64_t budget_bytes, Random& random) {
   const int num_classes = int(classes.starts.size()) - 1;
   const auto flip = [&](int value) { tried_[value] = !crossing_[value]; };
-  const double kind = random.share();
+  const double kind = random.unit();
   const int row = random.below(num_classes), size = classes.size(row);
   const int32_t* values = classes.begin(row);
   if (kind < 0.25) {
@@ -100,7 +100,7 @@ int64_t Search::walk(const uint8_t* start, const Rows& classes, const Settings& 
     keep(next);
     const double left = 1.0 - double(num_done) / double(settings.num_evaluations);
     const double next_cost = cost(next);
-    if (next_cost <= now_cost + settings.first_threshold_us * left * left * random.share()) {
+    if (next_cost <= now_cost + settings.first_threshold_us * left * left * random.unit()) {
       wished_.swap(tried_);
       crossing_ = scratch.crossing;
       now = next;

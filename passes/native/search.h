@@ -4,6 +4,7 @@
 #include <map>
 
 #include "graph.h"
+#include "random.h"
 
 namespace dyngran {
 
@@ -27,22 +28,6 @@ struct Settings {
   int64_t num_evaluations;
   int64_t max_work;           // ops and operands that all evaluations together may look at
   uint64_t seed;
-};
-
-class Random {  // splitmix64
- public:
-  explicit Random(uint64_t seed) : state_(seed) {}
-  uint64_t next() {
-    uint64_t z = (state_ += 0x9E3779B97F4A7C15ull);
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    return z ^ (z >> 31);
-  }
-  int below(int bound) { return int((next() >> 32) * uint64_t(bound) >> 32); }
-  double share() { return double(next() >> 11) * 0x1p-53; }
-
- private:
-  uint64_t state_;
 };
 
 class Search {

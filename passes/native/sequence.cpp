@@ -8,6 +8,12 @@
 #include <cstdint>
 #include <vector>
 
+#include "graph.h"
+#include "random.h"
+
+using dyngran::Random;
+using dyngran::Rows;
+
 namespace {
 
 enum OpFlag : uint8_t { kInForward = 1, kInBackward = 2, kPinned = 4, kWanted = 8 };  // must run in forward; only in backward; once; at all
@@ -18,28 +24,6 @@ constexpr int kMaxChanges = 16;  // of a drop: what it may run again to make one
 constexpr int kMaxPulled = 12;   // ops that an advance takes along
 constexpr int kMaxRepairs = 8, kSamples = 4;  // drops that follow an erasure, and values tried for each
 constexpr int kScanSlots = 48;   // how far from the wanted slot an empty one is looked for
-
-struct Rows {
-  std::vector<int32_t> starts, items;
-  const int32_t* begin(int row) const { return items.data() + starts[row]; }
-  const int32_t* end(int row) const { return items.data() + starts[row + 1]; }
-};
-
-class Random {  // splitmix64
- public:
-  explicit Random(uint64_t seed) : state_(seed) {}
-  uint64_t next() {
-    uint64_t z = (state_ += 0x9E3779B97F4A7C15ull);
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    return z ^ (z >> 31);
-  }
-  int below(int limit) { return limit <= 1 ? 0 : int((next() >> 32) * uint64_t(limit) >> 32); }
-  double unit() { return double(next() >> 11) * 0x1p-53; }
-
- private:
-  uint64_t state_;
-};
 
 double decay(double x) {  // exp(-x) to about 1 %, by multiplications only: the same on every machine
   if (x > 20) return 0;

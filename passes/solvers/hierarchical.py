@@ -117,17 +117,17 @@ class Hierarchy:
         work = min(LOCAL_WORK, LOCAL_WORK_PER_OP * len(self.regions.problem.ops))
         length = min(MAX_WALK, work // max(1, total) // (2 * len(PRICES)))
 
-        def plan(group: _Group) -> list[_Option]:
+        def plan(group: _Group) -> tuple[int, list[_Option]]:
             place = {value: local for local, value in enumerate(self.regions.values_in_order(group.first, group.end))}
             guided = [[place[value] for value in place if value in guide] for guide in guides]
-            return _options_of(
-                self.regions.local_problem(group.first, group.end), [*self._joined(group, place), *guided], length, self._stop
-            )
+            starts = [*self._joined(group, place), *guided]
+            return group.kind, _options_of(self.regions.local_problem(group.first, group.end), starts, length, self._stop)
+
+        def keep(found: tuple[int, list[_Option]]) -> None:
+            self._options[found[0]] = found[1]
 
         for size in range(1, MAX_NEIGHBOURS + 1):
-            groups = [group for group in self._first_of_kind if group.end - group.first == size]
-            for group, options in zip(groups, side_by_side(plan, groups, self._stop), strict=True):
-                self._options[group.kind] = options
+            side_by_side(plan, [group for group in self._first_of_kind if group.end - group.first == size], self._stop, keep)
 
     def _joined(self, group: _Group, place: Mapping[int, int]) -> list[list[int]]:
         """Per price what the two parts of a group would save, of both ways to part it the better, without what passes between them."""

@@ -50,8 +50,7 @@ def polish(judge: Judge, stop: Stop) -> None:
             (start, walk_settings(simulator, budget_bytes, threshold=threshold, num_evaluations=count, seed=sweep * len(budgets) + place))
             for place, (budget_bytes, start) in enumerate(zip(budgets, starts, strict=True))
         ]
-        for search, num_evaluations in side_by_side(partial(_walk, simulator, classes, stop), walks, stop):
-            judge.take(search, num_evaluations, NAME)
+        side_by_side(partial(_walk, simulator, classes, stop), walks, stop, lambda walked: judge.take(*walked, NAME))
 
 
 def _walk(simulator: Simulator, classes: Sequence[Sequence[int]], stop: Stop, walk: tuple[bytes, Walk]) -> tuple[NativeSearch, int]:

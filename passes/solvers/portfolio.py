@@ -235,7 +235,7 @@ class Planner:
         static = self.problem.total_static_bytes
         entries = self.judge.archive.frontier()
         least, most = entries[0].outcome.peak_bytes - static, entries[-1].outcome.peak_bytes - static
-        rungs_below = [int(least * share) for share in SHARES_OF_LEAST]
+        rungs_below = [least - 1, *(int(least * share) for share in SHARES_OF_LEAST)]  # the first: the most that no saved set fits
         rungs_above = [least + int((most - least) * share) for share in SHARES_ABOVE]
         with _SafetyStop(self._max_seconds, self._stop) as safety:
             for transient_bytes in sorted({*rungs_below, *rungs_above}, reverse=True):
@@ -323,6 +323,7 @@ class _SafetyStop:
         self.seconds = 0.0
 
     def __enter__(self) -> _SafetyStop:
+        self._stop.clear()
         self._timer.start()
         return self
 
