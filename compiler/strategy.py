@@ -247,14 +247,28 @@ class Strategy:
         return self._fastest(limit)
 
     def _fastest(self, limit: int) -> Plan:
-        saved = None if self.is_plain else recall_saved(self.store_key, limit)
-        if saved is not None and self.need_of(saved) <= limit:
-            return self._plan_of(self.planner.add(saved, "stored"), "stored plan")
+        stored = None if self.is_plain else self._stored(limit)
+        if stored is not None:
+            return self._plan_of(stored, "stored plan")
         outcomes = self._outcomes()
+        if not self.problem.fused:
+            for schedule in recall_schedules(self.store_key):
+                self.planner.add_schedule(schedule, "stored")
+            self.planner.search_schedules(self._peak_within(limit))
+            outcomes = self._outcomes()
         fitting = self._fitting(outcomes, limit)
         if not fitting:
             return self._last_resort(limit, outcomes)
         return self._take_fastest(fitting, limit)
+
+    def _stored(self, limit: int) -> Outcome | None:
+        """What was chosen for this limit before, by this process or another."""
+        saved = recall_saved(self.store_key, limit)
+        if saved is not None and self.need_of(saved) <= limit:
+            return self.planner.add(saved, "stored")
+        schedule = None if self.problem.fused else recall_schedule(self.store_key, limit, "auto")
+        outcome = None if schedule is None else self.planner.add_schedule(schedule, "stored")
+        return outcome if outcome is not None and self._need(outcome) <= limit else None
 
     def _take_fastest(self, fitting: Sequence[Outcome], limit: int) -> Plan:
         plan = self._plan_of(min(fitting, key=lambda outcome: (outcome.time_us, outcome.peak_bytes)), "portfolio")
@@ -284,18 +298,6 @@ class Strategy:
                 pinned=self.pinned_at_peak(entry.outcome),
                 hint=error.hint,
             ) from None
-
-    def _with_schedules(self, limit: int) -> list[Outcome]:
-        """Outcomes within the limit where no saved set is: a schedule that was chosen for it before, else what a search for it finds."""
-        schedule = recall_schedule(self.store_key, limit, "auto")
-        stored = None if schedule is None else self.planner.add_schedule(schedule, "stored")
-        if stored is not None and self._need(stored) <= limit:
-            return [stored]
-        for known in recall_schedules(self.store_key):
-            self.planner.add_schedule(known, "stored")
-        self.planner.search_rungs_of_orders()  # how low schedules reach does not depend on the limit
-        self.planner.search_orders(self._peak_within(limit))
-        return self._fitting(self._outcomes(), limit)
 
     def rule_out(self, plan: Plan) -> bool:
         """The code generator failed on a plan: from now on take those that people write, which it is used to. False if it is one."""
@@ -341,10 +343,11 @@ class Strategy:
             if promising is not None:
                 return self._plan_of(promising, "probe")
         if not self.problem.fused:
-            fitting = self._with_schedules(limit)
+            self.planner.search_orders(self._peak_within(limit))
+            outcomes = self._outcomes()
+            fitting = self._fitting(outcomes, limit)
             if fitting:
                 return self._take_fastest(fitting, limit)
-            outcomes = self._outcomes()
         known = [one for one in outcomes if self._is_known(one)] if self.problem.fused else outcomes
         best = min(known or outcomes, key=self._need)
         if best.schedule is not None:

@@ -125,10 +125,7 @@ class Planner:
         self.judge(self.simulator.default_saved, "default")
         if solver == "auto":
             self._search()
-            if self._is_all_forward:
-                self.search_orders(budget_bytes)
-            elif not self._is_fastest_proven(budget_bytes):
-                self.search_rungs_of_orders()
+            self.search_schedules(budget_bytes)
             archive = self.judge.archive
         else:
             self._run(solver, budget_bytes)
@@ -209,6 +206,14 @@ class Planner:
         for budget_bytes in rungs(self.judge, NUM_CUT_RUNGS):
             yield from self._sweeps().near(budget_bytes, num_sweeps=CUT_SWEEPS)
 
+    def search_schedules(self, budget_bytes: int | None) -> None:
+        """Schedules besides saved sets, where one of them could be the answer to a budget. Which are found does not depend on it, except
+        where nothing runs in backward."""
+        if self._is_all_forward:
+            self.search_orders(budget_bytes)
+        elif not self._is_fastest_proven(budget_bytes):
+            self._search_rungs_of_orders()
+
     def search_orders(self, budget_bytes: int | None) -> None:
         """Schedules for one budget that no saved set fits: revolve, DTR, and annealing from the least of all."""
         stage = f"orders for {budget_bytes} bytes"
@@ -226,7 +231,7 @@ class Planner:
         entry = self.judge.archive.best(budget_bytes)
         return self.problem.fused or (entry is not None and entry.outcome.time_us <= lower_bound(self.problem, budget_bytes).time_us + 1e-6)
 
-    def search_rungs_of_orders(self) -> None:
+    def _search_rungs_of_orders(self) -> None:
         """Schedules at budgets that do not depend on the one asked for, so that answers stay monotone: some below the least peak of all
         saved sets, down to the least that any order reaches, some between that and the fastest plan."""
         if self.problem.fused or "rungs of orders" in self._done:
