@@ -688,7 +688,8 @@ def test_on_a_card_generated_code_leaves_the_allocator_room(options: dict[str, o
 def test_guesses_do_not_keep_a_plan_that_is_known_to_fit_from_being_used() -> None:
     """Each plan whose code was not generated yet turns out to need one byte more than there is: after two of them, the known one."""
     captured = traced(Mlp(), (torch.randn(256, 64),))
-    strategy = Strategy(captured, parse_options({"codegen": "eager", "keep_below": 0}, environ={}), "a graph of this test alone")
+    captured = replace(captured, problem=replace(captured.problem, fused=True))
+    strategy = Strategy(captured, parse_options({"keep_below": 0}, environ={}), "a graph of this test alone")
     static = captured.problem.total_static_bytes
     least = strategy.planner.frontier()[0]
     limit = least.peak_bytes

@@ -9,6 +9,7 @@ from functools import cache
 from itertools import pairwise
 from random import Random
 from threading import Timer
+from unittest.mock import patch
 
 import pytest
 from problems import Builder, conv_net, densenet, encoder_decoder, layered, transformer, two_towers, unet
@@ -301,6 +302,24 @@ def test_ctrl_c_returns_the_best_plan_so_far(stage: str) -> None:
     assert plan.peak_bytes <= generous
     assert sum(line == f"planning: {stage}" for line in seen) == 1
     assert planner.solve(generous).saved == plan.saved
+
+
+def test_ctrl_c_while_orders_are_annealed_is_said_and_ends_the_search() -> None:
+    num_runs = 0
+
+    def interrupt(*_: object) -> None:
+        nonlocal num_runs
+        num_runs += 1
+        raise KeyboardInterrupt
+
+    planner = Planner(transformer(3))
+    planner.frontier()
+    least = planner.judge.archive.frontier()[0].outcome.peak_bytes
+    with patch("dyngran.passes.solvers.order._Search.run", interrupt):
+        plan = planner.solve(least)
+    assert num_runs == 1
+    assert plan.truncated
+    assert plan.peak_bytes <= least
 
 
 @pytest.mark.parametrize("solver", ["anneal", "hierarchical", "mincut"])

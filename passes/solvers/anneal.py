@@ -70,10 +70,18 @@ def schedule_of(simulator: Simulator, saved: frozenset[int]) -> Schedule:
 def orders(
     simulator: Simulator, budget_bytes: int, start: Schedule, stop: Stop, *, work: int = ORDER_WORK, max_moves: int = MAX_MOVES
 ) -> Iterator[Schedule]:
-    """The best schedule for a budget that annealing finds from ``start`` with at most ``work`` moves times ops."""
+    """The best schedule for a budget that annealing finds from ``start`` with at most ``work`` moves times ops.
+
+    ``stop`` is set if it was cut short, by the clock or by Ctrl-C.
+    """
     problem = simulator.problem
     moves = min(max_moves, work // max(1, len(problem.ops)))
-    yield anneal_order(problem, budget_bytes, start, num_moves=moves, max_seconds=MAX_SECONDS, should_stop=lambda: bool(stop))[0]
+    found, is_cut_short = anneal_order(
+        problem, budget_bytes, start, num_moves=moves, max_seconds=MAX_SECONDS, should_stop=lambda: bool(stop)
+    )
+    if is_cut_short:
+        stop.set()
+    yield found
 
 
 def solve(problem: Problem, budget_bytes: int | None) -> Plan:

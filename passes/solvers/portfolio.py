@@ -208,7 +208,9 @@ class Planner:
 
     def search_schedules(self, budget_bytes: int | None) -> None:
         """Schedules besides saved sets, where one of them could be the answer to a budget. Which are found does not depend on it, except
-        where nothing runs in backward."""
+        where nothing runs in backward. A search that was cut short is not followed by another."""
+        if self.truncated:
+            return
         if self._is_all_forward:
             self.search_orders(budget_bytes)
         elif not self._is_fastest_proven(budget_bytes):
