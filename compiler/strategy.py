@@ -250,12 +250,11 @@ class Strategy:
         stored = None if self.is_plain else self._stored(limit)
         if stored is not None:
             return self._plan_of(stored, "stored plan")
-        outcomes = self._outcomes()
         if not self.problem.fused:
-            for schedule in recall_schedules(self.store_key):
-                self.planner.add_schedule(schedule, "stored")
             self.planner.search_schedules(self._peak_within(limit))
-            outcomes = self._outcomes()
+            for schedule in recall_schedules(self.store_key):  # not before: walks would start from them, and find other plans
+                self.planner.add_schedule(schedule, "stored")
+        outcomes = self._outcomes()
         fitting = self._fitting(outcomes, limit)
         if not fitting:
             return self._last_resort(limit, outcomes)

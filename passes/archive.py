@@ -15,6 +15,7 @@ from dyngran.passes.schedule import replay_schedule, with_sources
 from dyngran.passes.simulate import Outcome, Simulator
 
 Proposal = frozenset[int] | bytes | Schedule  # what a solver proposes: values to save, as a set or a mask, or the order of every op
+TIE_US = 1e-5  # times that differ by less are equal: sums of the same costs in another order
 Accepts = Callable[[Schedule], Schedule | None]  # a schedule as it can run, mended if need be; None if it cannot
 
 
@@ -39,7 +40,7 @@ class Archive:
     def accepts(self, peak_bytes: int, time_us: float) -> bool:
         """Whether a plan of that peak and time would be on the frontier. An equal one that is there already stays."""
         at = bisect_right(self._peaks, peak_bytes)
-        return not at or self._entries[at - 1].outcome.time_us > time_us
+        return not at or self._entries[at - 1].outcome.time_us > time_us + TIE_US
 
     def add(self, entry: Entry) -> bool:
         """Keep the entry if it is on the frontier; True if it was kept."""
@@ -49,7 +50,7 @@ class Archive:
         at = bisect_right(self._peaks, outcome.peak_bytes)
         start = at - 1 if at and self._peaks[at - 1] == outcome.peak_bytes else at
         end = at
-        while end < len(self._entries) and self._entries[end].outcome.time_us >= outcome.time_us:
+        while end < len(self._entries) and self._entries[end].outcome.time_us >= outcome.time_us - TIE_US:
             end += 1
         self._entries[start:end] = [entry]
         self._peaks[start:end] = [outcome.peak_bytes]

@@ -124,7 +124,6 @@ class Planner:
             raise InvalidOption(f"solver must be one of {', '.join(SOLVERS)}, got {solver!r}")
         self.judge(self.simulator.default_saved, "default")
         if solver == "auto":
-            self._search()
             self.search_schedules(budget_bytes)
             archive = self.judge.archive
         else:
@@ -207,8 +206,9 @@ class Planner:
             yield from self._sweeps().near(budget_bytes, num_sweeps=CUT_SWEEPS)
 
     def search_schedules(self, budget_bytes: int | None) -> None:
-        """Schedules besides saved sets, where one of them could be the answer to a budget. Which are found does not depend on it, except
-        where nothing runs in backward. A search that was cut short is not followed by another."""
+        """Saved sets, and schedules besides where one of them could be the answer to a budget. Which are found does not depend on it,
+        except where nothing runs in backward. A search that was cut short is not followed by another."""
+        self._search()
         if self.truncated:
             return
         if self._is_all_forward:
