@@ -299,19 +299,22 @@ def compile_inductor(
     around: Callable[[Boxed, bool], Boxed],
     on_code: Callable[[GeneratedCode], None],
     spare_bytes: Callable[[], int | None],
+    frees_at_once: Callable[[], bool],
 ) -> Callable[..., Any]:
     """Inductor, with our partition in its own door.
 
     ``on_code`` sees the generated wrapper of each graph; ``around(run, is_backward)`` may wrap the boxed callable that runs it;
-    ``spare_bytes`` is what autotuning may take for itself during the first run, None as much as it likes.
+    ``spare_bytes`` is what autotuning may take for itself during the first run, None as much as it likes. ``frees_at_once`` is asked
+    once the graph is cut: if so, a buffer that has been read is freed, and not held for a later one of its size.
     """
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         is_backward = bool(kwargs.get("is_backward", False))
         if is_backward:
             _keep_saved_tensors_intact()
-        with _random_order_kept():
+        with _random_order_kept(), config.patch({"allow_buffer_reuse": False} if frees_at_once() else {}):
             compiled: Any = compile_fx_inner(gm, example_inputs, **kwargs)
         if getattr(compiled, "source_code", None):
             on_code(GeneratedCode(source=compiled.source_code, graph=gm, is_backward=is_backward))

@@ -354,6 +354,7 @@ def test_inductor_compilation_hands_out_the_generated_code_of_both_graphs() -> N
             around=around,
             on_code=codes.append,
             spare_bytes=lambda: None,
+            frees_at_once=lambda: False,
         )
 
     torch._dynamo.reset()
