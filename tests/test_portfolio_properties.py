@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -346,15 +347,19 @@ def test_ctrl_c_in_the_middle_of_native_code_returns_a_plan() -> None:
     """Three times, for Python drops what is raised while an object is being deleted."""
     problem = transformer(24)
     were_cut_short = []
-    for delay_s in (0.4, 0.5, 0.6):
-        planner = Planner(problem)
-        generous = planner.simulator.evaluate(planner.simulator.default_saved).peak_bytes
-        timer = Timer(delay_s, _thread.interrupt_main)
-        timer.start()
-        plan = planner.solve(generous)
-        timer.join()
-        assert plan.peak_bytes <= generous
-        were_cut_short.append(plan.truncated)
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores Ctrl-C
+    try:
+        for delay_s in (0.4, 0.5, 0.6):
+            planner = Planner(problem)
+            generous = planner.simulator.evaluate(planner.simulator.default_saved).peak_bytes
+            timer = Timer(delay_s, _thread.interrupt_main)
+            timer.start()
+            plan = planner.solve(generous)
+            timer.join()
+            assert plan.peak_bytes <= generous
+            were_cut_short.append(plan.truncated)
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     assert any(were_cut_short)
 
 
