@@ -15,8 +15,8 @@ from dyngran.passes.schedule import replay_schedule, with_sources
 from dyngran.passes.simulate import Outcome, Simulator
 
 Proposal = frozenset[int] | bytes | Schedule  # what a solver proposes: values to save, as a set or a mask, or the order of every op
-TIE_US = 1e-5  # times that differ by less are equal: sums of the same costs in another order
 Accepts = Callable[[Schedule], Schedule | None]  # a schedule as it can run, mended if need be; None if it cannot
+TIE_US = 1e-5  # times that differ by less are equal: sums of the same costs in another order
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -21,6 +22,11 @@ def train(budget: int | None, **options: object) -> Any:
     return dyngran.explain(compiled).plan
 
 
+@cache
+def free_plan() -> Any:
+    return train(None)
+
+
 @pytest.mark.parametrize(
     ("share", "options", "is_reused"),
     [
@@ -34,7 +40,7 @@ def train(budget: int | None, **options: object) -> Any:
 def test_read_buffers_are_freed_at_once_under_a_plan_of_ours_only(
     share: float | None, options: dict[str, object], is_reused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free = train(None)
+    free = free_plan()
     budget = None if share is None else int(free.peak_bytes - (1 - share) * free.transient_bytes)
     seen: list[bool] = []
     real = compile_fx.compile_fx_inner

@@ -13,7 +13,7 @@ from itertools import islice
 from threading import Timer
 from time import monotonic
 
-from dyngran.passes.archive import Accepts, Archive, Entry, Judge, Proposal
+from dyngran.passes.archive import TIE_US, Accepts, Archive, Entry, Judge, Proposal
 from dyngran.passes.bounds import lower_bound
 from dyngran.passes.errors import InvalidOption
 from dyngran.passes.native.graph import Stop
@@ -206,8 +206,8 @@ class Planner:
             yield from self._sweeps().near(budget_bytes, num_sweeps=CUT_SWEEPS)
 
     def search_schedules(self, budget_bytes: int | None) -> None:
-        """Saved sets, and schedules besides where one of them could be the answer to a budget. Which are found does not depend on it,
-        except where nothing runs in backward. A search that was cut short is not followed by another."""
+        """Schedules, after the saved sets that they start from, where one of them could be the answer to a budget. Which are found does
+        not depend on it, except where nothing runs in backward. A search that was cut short is not followed by another."""
         self._search()
         if self.truncated:
             return
@@ -231,7 +231,7 @@ class Planner:
     def _is_fastest_proven(self, budget_bytes: int | None) -> bool:
         """Whether no order of ops could be faster than the best saved set for a budget; with a fusing code generator order is not ours."""
         entry = self.judge.archive.best(budget_bytes)
-        return self.problem.fused or (entry is not None and entry.outcome.time_us <= lower_bound(self.problem, budget_bytes).time_us + 1e-6)
+        return self.problem.fused or (entry is not None and entry.outcome.time_us <= lower_bound(self.problem, budget_bytes).time_us + TIE_US)
 
     def _search_rungs_of_orders(self) -> None:
         """Schedules at budgets that do not depend on the one asked for, so that answers stay monotone: some below the least peak of all
