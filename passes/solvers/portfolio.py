@@ -231,7 +231,9 @@ class Planner:
     def _is_fastest_proven(self, budget_bytes: int | None) -> bool:
         """Whether no order of ops could be faster than the best saved set for a budget; with a fusing code generator order is not ours."""
         entry = self.judge.archive.best(budget_bytes)
-        return self.problem.fused or (entry is not None and entry.outcome.time_us <= lower_bound(self.problem, budget_bytes).time_us + TIE_US)
+        if self.problem.fused or entry is None:
+            return self.problem.fused
+        return entry.outcome.time_us <= lower_bound(self.problem, budget_bytes).time_us + TIE_US
 
     def _search_rungs_of_orders(self) -> None:
         """Schedules at budgets that do not depend on the one asked for, so that answers stay monotone: some below the least peak of all
