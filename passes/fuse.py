@@ -3,7 +3,8 @@
 Inductor inlines a pointwise result into its readers and gives it memory only if it leaves the graph, if a reader is an external
 kernel (matmul, convolution, attention), or if another loop reads it and it takes many reads to repeat. A result that is read only
 inside the loop nest that makes it never reaches memory. Loop nests are approximated by (number of external kernels on the way,
-iteration space): ops that agree in both are fused horizontally and share reads that no other loop nest makes in between.
+iteration space): ops that agree in both are fused horizontally and share reads that no other loop nest makes in between, unless they are
+far apart: of values that backward makes again nothing external stands on the way, but Inductor does not fuse across the whole step.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dyngran.passes.problem import Problem
 
 MAX_INLINE_READS = 4  # Inductor's realize_reads_threshold: a result of more reads with several readers is written once
 MAX_ACCUMULATED_READS = 8  # Inductor's realize_acc_reads_threshold: a result of more reads is written however few read it
+MAX_NODES_APART = 64  # Inductor's scheduler does not fuse buffers that are further apart in the order in which they were lowered
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,22 @@ def fuse(problem: Problem, schedule: Sequence[int], held: frozenset[int], *, ava
     return _Fuser(problem, schedule, held, available).run()
 
 
+def node_counts(problem: Problem) -> list[int]:
+    """Per op, the buffers that Inductor's scheduler orders: every result of an external kernel and of a reduction, and a pointwise
+    result that leaves the graph or that an external kernel or another iteration space reads."""
+    ops = problem.ops
+    leaves = problem.forward_outputs | problem.gradients
+    is_ordered = [value.index in leaves for value in problem.values]
+    for op in ops:
+        for read in op.reads:
+            producer = problem.values[read].producer
+            if producer is not None and (not op.fusible or ops[producer].num_elements != op.num_elements):
+                is_ordered[read] = True
+    return [
+        max(1, len(op.writes)) if not op.fusible or op.reduction else int(any(is_ordered[write] for write in op.writes)) for op in ops
+    ]
+
+
 class _Fuser:
     def __init__(self, problem: Problem, schedule: Sequence[int], held: frozenset[int], available: frozenset[int]) -> None:
         self._problem = problem
@@ -46,15 +64,21 @@ class _Fuser:
         self._readers: dict[int, list[int]] = {}
         self._depth: dict[int, int] = {}
         self._sources: dict[int, tuple[int, ...]] = {}
-        self._loaded: dict[int, tuple[int, int]] = {}
-        self._launched: set[tuple[int, int]] = set()
+        self._loaded: dict[int, int] = {}
+        self._launched: set[int] = set()
+        self._loop_nest: dict[int, int] = {}
 
     def run(self) -> list[Kernel]:
-        ops = self._problem.ops
-        op_depth: dict[int, int] = {}
+        ops, counts = self._problem.ops, node_counts(self._problem)
+        newest: dict[tuple[int, int], tuple[int, int]] = {}  # of each kind of loop nest: its number, and where it began
+        num_nodes = 0
         for index in self._schedule:
             depth = max((self._depth.get(read, 0) for read in ops[index].reads), default=0)
-            op_depth[index] = depth
+            kind = (depth, ops[index].num_elements)
+            if kind not in newest or num_nodes - newest[kind][1] > MAX_NODES_APART:
+                newest[kind] = (index, num_nodes)
+            self._loop_nest[index] = newest[kind][0]
+            num_nodes += counts[index]
             for read in ops[index].reads:
                 self._readers.setdefault(read, []).append(index)
             for write in ops[index].writes:
@@ -63,11 +87,11 @@ class _Fuser:
         for index in self._schedule:
             op = ops[index]
             sources = self._operands(op.reads)
-            written = tuple(w for w in op.writes if w not in self._available and not self._inlined(index, w, sources, op_depth))
+            written = tuple(w for w in op.writes if w not in self._available and not self._inlined(index, w, sources))
             for write in op.writes:
                 self._sources[write] = (write,) if write in written or write in self._available else sources
             if written or not op.fusible:
-                cost = self._loop_cost(index, sources, written, op_depth[index]) if op.fusible else op.cost_us
+                cost = self._loop_cost(index, sources, written) if op.fusible else op.cost_us
                 kernels.append(Kernel(index, sources, written, cost, op.workspace_bytes, op.fusible and not op.reduction))
         return kernels
 
@@ -76,30 +100,29 @@ class _Fuser:
             return self._sources.get(reads[0], reads)
         return tuple(dict.fromkeys(source for read in reads for source in self._sources.get(read, (read,))))
 
-    def _inlined(self, index: int, value: int, sources: tuple[int, ...], op_depth: dict[int, int]) -> bool:
+    def _inlined(self, index: int, value: int, sources: tuple[int, ...]) -> bool:
         ops = self._problem.ops
         if not ops[index].fusible or value in self._held:
             return False
         readers = self._readers.get(value, [])
         if any(not ops[reader].fusible for reader in readers):
             return False
-        group = (op_depth[index], ops[index].num_elements)
-        if all((op_depth[reader], ops[reader].num_elements) == group for reader in readers):
+        if all(self._loop_nest[reader] == self._loop_nest[index] for reader in readers):
             return True
         if ops[index].reduction:
             return False
         return len(sources) <= (MAX_INLINE_READS if len(readers) > 1 else MAX_ACCUMULATED_READS)
 
-    def _loop_cost(self, index: int, sources: tuple[int, ...], written: tuple[int, ...], depth: int) -> float:
+    def _loop_cost(self, index: int, sources: tuple[int, ...], written: tuple[int, ...]) -> float:
         problem = self._problem
-        group = (depth, problem.ops[index].num_elements)
+        nest = self._loop_nest[index]
         num_bytes = sum(problem.values[value].size_bytes for value in written)
         for source in sources:
-            if self._loaded.get(source) != group:
-                self._loaded[source] = group
+            if self._loaded.get(source) != nest:
+                self._loaded[source] = nest
                 num_bytes += problem.values[source].size_bytes
         for value in written:
-            self._loaded[value] = group
-        launch_us = 0.0 if group in self._launched else problem.launch_us
-        self._launched.add(group)
+            self._loaded[value] = nest
+        launch_us = 0.0 if nest in self._launched else problem.launch_us
+        self._launched.add(nest)
         return launch_us + num_bytes / problem.bytes_per_us

@@ -96,8 +96,10 @@ Graph* dyngran_graph_new(const GraphArrays* from) {
   graph->neighbours = find_neighbours(*graph);
   std::vector<int32_t> made_in(num_values), base(num_values);
   graph->forward_state.assign(num_values, 0);
-  graph->forward_keys.assign(num_ops, 0);
-  find_groups(*graph, graph->forward_ops, made_in, base, graph->forward_state, graph->forward_keys);
+  graph->forward_nests.assign(num_ops, 0);
+  graph->node_count = count_nodes(*graph);
+  Nests nests(num_ops);
+  find_groups(*graph, graph->forward_ops, made_in, base, graph->forward_state, graph->forward_nests, nests);
   return graph;
 }
 

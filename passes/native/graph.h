@@ -25,11 +25,12 @@ struct Graph {
   std::vector<double> cost;                        // us per op
   std::vector<uint8_t> fusible, reduction, pinned, never_saved, early_ran;  // per op; early_ran: a FORWARD op
   std::vector<int32_t> space, producer;            // iteration space of an op; op that makes a value, -1 if it is given
+  std::vector<int32_t> node_count;                 // per op: buffers that a scheduler orders, as in passes/fuse.py
   std::vector<uint8_t> given, small, dropped, output, gradient, tangent, late;  // per value; late: depends on a tangent
   std::vector<int32_t> wanted;                     // values that backward reads and that may cross
   std::vector<int32_t> late_wanted;                // gradients that depend on no tangent: brought at the end
   std::vector<int32_t> forward_ops, backward_ops;
-  std::vector<int32_t> forward_state, forward_keys;  // groups of the plain forward schedule
+  std::vector<int32_t> forward_state, forward_nests;  // of the plain forward schedule
   Rows neighbours;                                   // per value: operands of its producer, then results of its readers before backward
   int64_t tangent_bytes;
 };
@@ -42,14 +43,30 @@ struct InPlace {
   int32_t position, start, length, value;
 };
 
+// The loop nests of one schedule, by their kind: (external kernels on the way, iteration space).
+struct Nests {
+  explicit Nests(int num_ops);
+  // The nest, named by its first op, that an op of this kind belongs to when so many nodes were ordered before it.
+  int find(int kind, int op, int num_nodes);
+  void clear() { ++epoch_; }
+
+ private:
+  struct Slot {
+    int32_t kind, epoch, nest, began;
+  };
+  std::vector<Slot> slots_;  // open addressing
+  int32_t epoch_ = 1;
+};
+
 struct Scratch {
   explicit Scratch(const Graph& graph);
   std::vector<uint8_t> crossing, seen, available, ran, again, queued;
   std::vector<int32_t> stack, missing, forward, backward;
-  std::vector<int32_t> state, made_in, base, keys;
+  std::vector<int32_t> state, made_in, base, nest_of;
   std::vector<Span> source;
   std::vector<int32_t> arena, last, mark, loaded, written;
-  std::vector<std::pair<int32_t, int32_t>> launched;  // open addressing: key, epoch
+  std::vector<int32_t> launched;  // per op: the last epoch in which the nest that it names was launched
+  Nests nests;
   std::vector<InPlace> in_place;
   std::vector<std::pair<int32_t, int64_t>> deaths;
   std::vector<int64_t> change, extra;
@@ -74,8 +91,11 @@ Outcome evaluate(const Graph& graph, Scratch& scratch, const uint8_t* wished);
 void normalize(const Graph& graph, Scratch& scratch, const uint8_t* wished);
 Outcome evaluate_crossing(const Graph& graph, Scratch& scratch);
 
-// Fills `state` and `keys` for one schedule: who reads each value, and the loop nest of each op.
+// Per op, the buffers that a fusing code generator's scheduler orders: `node_counts` of passes/fuse.py.
+std::vector<int32_t> count_nodes(const Graph& graph);
+
+// Fills `state` and `nest_of` for one schedule: who reads each value, and the loop nest of each op.
 void find_groups(const Graph& graph, const std::vector<int32_t>& schedule, std::vector<int32_t>& made_in, std::vector<int32_t>& base,
-                 std::vector<int32_t>& state, std::vector<int32_t>& keys);
+                 std::vector<int32_t>& state, std::vector<int32_t>& nest_of, Nests& nests);
 
 }  // namespace dyngran

@@ -7,7 +7,7 @@
 namespace dyngran {
 namespace {
 
-constexpr int kMaxInlineReads = 4, kMaxAccumulatedReads = 8;  // as in passes/fuse.py
+constexpr int kMaxInlineReads = 4, kMaxAccumulatedReads = 8, kMaxNodesApart = 64;  // as in passes/fuse.py
 constexpr int kOutside = 1, kElsewhere = 2, kReader = 4;      // read by an external kernel, by another loop nest; one unit per reader
 
 void bring(const Graph& g, Scratch& s, const int32_t* begin, const int32_t* end) {
@@ -68,18 +68,6 @@ void make_schedule(const Graph& g, Scratch& s) {
   bring(g, s, g.late_wanted.data(), g.late_wanted.data() + g.late_wanted.size());
 }
 
-bool is_first_launch(Scratch& s, int key) {
-  const size_t mask = s.launched.size() - 1;
-  for (size_t at = (uint32_t(key) * 2654435761u) & mask;; at = (at + 1) & mask) {
-    auto& slot = s.launched[at];
-    if (slot.second != s.epoch) {
-      slot = {key, s.epoch};
-      return true;
-    }
-    if (slot.first == key) return false;
-  }
-}
-
 // What an op reads from memory once its operands are inlined, without repetition.
 Span merge_sources(const Graph& g, Scratch& s, int op) {
   const auto begin = g.reads.begin(op), end = g.reads.end(op);
@@ -115,13 +103,13 @@ class Side {
       : g_(g), s_(s), is_backward_(is_backward), held_(held), available_(available) {}
 
   // Appends the kernels of one schedule, folded.
-  void fold(const std::vector<int32_t>& schedule, const int32_t* state, const int32_t* keys, double& time_us, double& recompute_us) {
+  void fold(const std::vector<int32_t>& schedule, const int32_t* state, const int32_t* nest_of, double& time_us, double& recompute_us) {
     for (int value = 0; value < g_.num_values; ++value) s_.source[value] = {-1, 1};  // alone
     std::fill(s_.loaded.begin(), s_.loaded.end(), -1);
     ++s_.epoch;
     for (const int op : schedule) {
       const bool again = is_backward_ && s_.again[op];
-      const double cost = g_.fused && g_.fusible[op] ? loop(op, state, keys) : external(op);
+      const double cost = g_.fused && g_.fusible[op] ? loop(op, state, nest_of) : external(op);
       if (cost < 0) continue;  // no kernel of its own
       time_us += cost;
       if (again) recompute_us += cost;
@@ -157,7 +145,7 @@ class Side {
     return !g_.reduction[op] && num_sources <= (flags >= 2 * kReader ? kMaxInlineReads : kMaxAccumulatedReads);
   }
 
-  double loop(int op, const int32_t* state, const int32_t* keys) {
+  double loop(int op, const int32_t* state, const int32_t* nest_of) {
     const int position = int(s_.change.size());
     const Span sources = merge_sources(g_, s_, op);
     int64_t born = 0, num_bytes = 0;
@@ -177,19 +165,21 @@ class Side {
       if (g_.live[value] && !g_.reduction[op]) s_.in_place.push_back({position, sources.start, sources.length, value});
     }
     if (!is_kernel) return -1;
-    const int key = keys[op];
+    const int nest = nest_of[op];
     for (int i = 0; i < sources.length; ++i) {
       const int value = s_.arena[sources.start + i];
       s_.last[value] = position;
-      if (s_.loaded[value] != key) {
-        s_.loaded[value] = key;
+      if (s_.loaded[value] != nest) {
+        s_.loaded[value] = nest;
         num_bytes += g_.full[value];
       }
     }
     for (auto p = g_.writes.begin(op); p != g_.writes.end(op); ++p)
-      if (s_.last[*p] == position) s_.loaded[*p] = key;
+      if (s_.last[*p] == position) s_.loaded[*p] = nest;
     s_.change.push_back(born);
-    return double(num_bytes) / g_.bytes_per_us + (is_first_launch(s_, key) ? g_.launch_us : 0.0);
+    const bool is_first = s_.launched[nest] != s_.epoch;
+    s_.launched[nest] = s_.epoch;
+    return double(num_bytes) / g_.bytes_per_us + (is_first ? g_.launch_us : 0.0);
   }
 
   const Graph& g_;
@@ -240,37 +230,70 @@ void normalize(const Graph& g, Scratch& s, const uint8_t* wished) {
   }
 }
 
-Scratch::Scratch(const Graph& graph) {
+Scratch::Scratch(const Graph& graph) : nests(graph.num_ops) {
   for (auto* per_value : {&crossing, &seen, &available}) per_value->assign(graph.num_values, 0);
   for (auto* per_op : {&ran, &again, &queued}) per_op->assign(graph.num_ops, 0);
   for (auto* per_value : {&state, &made_in, &base, &last, &mark, &loaded}) per_value->assign(graph.num_values, 0);
-  keys.assign(graph.num_ops, 0);
+  for (auto* per_op : {&nest_of, &launched}) per_op->assign(graph.num_ops, 0);
   source.assign(graph.num_values, {-1, 1});
+}
+
+std::vector<int32_t> count_nodes(const Graph& g) {
+  std::vector<uint8_t> is_ordered(g.num_values);
+  for (int value = 0; value < g.num_values; ++value) is_ordered[value] = g.output[value] | g.gradient[value];
+  for (int op = 0; op < g.num_ops; ++op)
+    for (auto p = g.reads.begin(op); p != g.reads.end(op); ++p)
+      if (g.producer[*p] >= 0 && (!g.fusible[op] || g.space[g.producer[*p]] != g.space[op])) is_ordered[*p] = 1;
+  std::vector<int32_t> counts(g.num_ops);
+  for (int op = 0; op < g.num_ops; ++op) {
+    if (!g.fusible[op] || g.reduction[op]) {
+      counts[op] = std::max(1, g.writes.size(op));
+    } else {
+      for (auto p = g.writes.begin(op); p != g.writes.end(op); ++p) counts[op] |= is_ordered[*p];
+    }
+  }
+  return counts;
+}
+
+Nests::Nests(int num_ops) {
   size_t size = 16;
-  while (size < 4 * size_t(graph.num_ops)) size *= 2;
-  launched.assign(size, {-1, 0});
+  while (size < 4 * size_t(num_ops)) size *= 2;
+  slots_.assign(size, {-1, 0, 0, 0});
+}
+
+int Nests::find(int kind, int op, int num_nodes) {
+  const size_t mask = slots_.size() - 1;
+  for (size_t at = (uint32_t(kind) * 2654435761u) & mask;; at = (at + 1) & mask) {
+    Slot& slot = slots_[at];
+    if (slot.epoch == epoch_ && slot.kind != kind) continue;
+    if (slot.epoch != epoch_ || num_nodes - slot.began > kMaxNodesApart) slot = {kind, epoch_, op, num_nodes};
+    return slot.nest;
+  }
 }
 
 void find_groups(const Graph& g, const std::vector<int32_t>& schedule, std::vector<int32_t>& made_in, std::vector<int32_t>& base,
-                 std::vector<int32_t>& state, std::vector<int32_t>& keys) {
+                 std::vector<int32_t>& state, std::vector<int32_t>& nest_of, Nests& nests) {
+  int num_nodes = 0;
+  nests.clear();
   std::fill(state.begin(), state.end(), 0);
   std::fill(made_in.begin(), made_in.end(), -1);
   std::fill(base.begin(), base.end(), 0);
   for (const int op : schedule) {
     int depth = 0;
     for (auto p = g.reads.begin(op); p != g.reads.end(op); ++p) depth = std::max(depth, base[*p]);
-    const int key = keys[op] = depth + g.space[op];
+    const int nest = nest_of[op] = nests.find(depth + g.space[op], op, num_nodes);
+    num_nodes += g.node_count[op];
     const bool fusible = g.fusible[op];
     for (auto p = g.reads.begin(op); p != g.reads.end(op); ++p) {
       if (!fusible) {
         state[*p] |= kOutside;
       } else {
         state[*p] += kReader;
-        if (made_in[*p] != key) state[*p] |= kElsewhere;
+        if (made_in[*p] != nest) state[*p] |= kElsewhere;
       }
     }
     for (auto p = g.writes.begin(op); p != g.writes.end(op); ++p) {
-      made_in[*p] = key;
+      made_in[*p] = nest;
       base[*p] = fusible ? depth : depth + g.num_spaces;
     }
   }
@@ -295,14 +318,14 @@ Outcome evaluate_crossing(const Graph& g, Scratch& s) {
 
   const auto stays = [&](int value) { return s.crossing[value] || g.output[value]; };
   const auto& forward = s.is_plain ? g.forward_ops : s.forward;
-  const int32_t *state = g.forward_state.data(), *keys = g.forward_keys.data();
+  const int32_t *state = g.forward_state.data(), *nest_of = g.forward_nests.data();
   if (g.fused && !s.is_plain) {
-    find_groups(g, forward, s.made_in, s.base, s.state, s.keys);
+    find_groups(g, forward, s.made_in, s.base, s.state, s.nest_of, s.nests);
     state = s.state.data();
-    keys = s.keys.data();
+    nest_of = s.nest_of.data();
   }
   double forward_us = 0, backward_us = 0;
-  side(g, s, false, stays, [](int) { return false; }).fold(forward, state, keys, forward_us, outcome.recompute_us);
+  side(g, s, false, stays, [](int) { return false; }).fold(forward, state, nest_of, forward_us, outcome.recompute_us);
   const int num_forward = int(s.change.size());
   for (const int value : s.written)
     if (!stays(value)) s.deaths.push_back({s.last[value], g.live[value]});
@@ -312,9 +335,9 @@ Outcome evaluate_crossing(const Graph& g, Scratch& s) {
   s.written.clear();
   for (int value = 0; value < g.num_values; ++value)
     if (s.crossing[value]) s.last[value] = num_forward;
-  if (g.fused) find_groups(g, s.backward, s.made_in, s.base, s.state, s.keys);
+  if (g.fused) find_groups(g, s.backward, s.made_in, s.base, s.state, s.nest_of, s.nests);
   side(g, s, true, [&](int value) { return g.gradient[value]; }, [&](int value) { return s.crossing[value]; })
-      .fold(s.backward, s.state.data(), s.keys.data(), backward_us, outcome.recompute_us);
+      .fold(s.backward, s.state.data(), s.nest_of.data(), backward_us, outcome.recompute_us);
   const int num_kernels = int(s.change.size());
   for (const int value : s.written)
     if (!g.gradient[value]) s.deaths.push_back({s.last[value], g.live[value]});
