@@ -99,12 +99,19 @@ class OpProfiler:
                 jobs.setdefault(key, self._job(request, signature))
             answers.append(cached)
         if jobs and self.device is not None:
-            measured = self._run(list(jobs.values()), self.device)
-            self.cache.put(settings, [(key, found) for key, found in zip(jobs, measured, strict=True) if isinstance(found, Measurement)])
-            for key, found in zip(jobs, measured, strict=True):
+            for key, found in self._run_alone(settings, jobs, self.device).items():
                 for position in wanted[key]:
                     answers[position] = found if isinstance(found, Measurement) else self._roofline(requests[position], found)
         return [answer for answer in answers if answer is not None]
+
+    def _run_alone(self, settings: str, jobs: dict[str, Job], device: torch.device) -> dict[str, Measurement | str]:
+        """Run what no other process has measured by the time it is our turn; a reason in place of a measurement where there is none."""
+        with self.cache.alone(settings):
+            known = {key: self.cache.get(settings, key) for key in jobs}
+            missing = [key for key, found in known.items() if found is None]
+            measured = dict(zip(missing, self._run([jobs[key] for key in missing], device), strict=True)) if missing else {}
+            self.cache.put(settings, [(key, found) for key, found in measured.items() if isinstance(found, Measurement)])
+        return measured | {key: found for key, found in known.items() if found is not None}
 
     def _never(self, target: object) -> str | None:
         """The reason why no call of an operator is run, or None."""

@@ -12,12 +12,16 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
+
+MAX_WAIT_S = 30.0  # for another process to measure; its own measurements take a tenth of it at most
 
 _log = logging.getLogger("dyngran.profile")
 
@@ -112,6 +116,30 @@ class ProfileCache:
                     os.close(descriptor)
             except OSError as error:
                 self._report(error)
+
+    @contextmanager
+    def alone(self, settings: str) -> Iterator[None]:
+        """While no other process measures under these settings; what one has measured meanwhile is known inside.
+
+        Operators that run beside those of another process are timed too long, and processes that train together (one for each card) then
+        plan with the same costs. After `MAX_WAIT_S`, or where the directory cannot be written, the caller is not alone.
+        """
+        path = self._path(settings)
+        if path is None:
+            yield
+            return
+        lock = FileLock(path.with_suffix(".lock"))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=MAX_WAIT_S)
+        except (OSError, NotImplementedError, Timeout) as error:
+            _log.info("measuring beside other processes: %s", error)
+        try:
+            with self._lock:
+                self._table(settings).update(self._read(path))
+            yield
+        finally:
+            lock.release()
 
     def _path(self, settings: str) -> Path | None:
         if self._directory is None:

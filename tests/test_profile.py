@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 from dyngran.compiler.torch_private import plain_dispatch
+from dyngran.passes import profile_cache
 from dyngran.passes.devices import DEVICES, find_device
 from dyngran.passes.errors import InvalidOption
 from dyngran.passes.host import measure_host_spec
 from dyngran.passes.materialize import InputPool
 from dyngran.passes.measure_cuda import with_recorded_peak
 from dyngran.passes.profile import OpProfiler, Request
-from dyngran.passes.profile_cache import Measurement, ProfileCache, default_cache_dir
+from dyngran.passes.profile_cache import Measurement, ProfileCache, default_cache_dir, device_settings
 from dyngran.passes.record_memory import CallMemory, profiler_is_active, recorded
-from dyngran.passes.signature import concrete
+from dyngran.passes.signature import OpSignature, concrete
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -188,6 +190,36 @@ def test_a_warm_cache_runs_nothing(tmp_path: Path) -> None:
     seen: list[int] = []
     assert profiler(ProfileCache(tmp_path), on_progress=lambda done, total: seen.append(done)).measure_all([call]) == first
     assert seen == []
+
+
+def test_two_processes_do_not_measure_at_once_and_the_second_finds_what_the_first_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = request(torch.ops.aten.mm.default, torch.empty(128, 128), torch.empty(128, 128))
+    theirs, ours = ProfileCache(tmp_path), ProfileCache(tmp_path)
+    settings = device_settings(torch.device("cpu"))
+    began, answers = threading.Event(), []
+
+    def measure() -> None:
+        began.set()
+        answers.append(profiler(ours).measure_all([call])[0])
+
+    waiting = threading.Thread(target=measure)
+    found = Measurement(cost_us=7.0, workspace_bytes=0, source="measured elsewhere", result_bytes=(65536,))
+    with theirs.alone(settings):
+        assert ours.get(settings, "anything") is None  # its table was read before the other measured
+        waiting.start()
+        began.wait()
+        waiting.join(0.3)
+        assert waiting.is_alive()
+        theirs.put(settings, [(OpSignature.of(call.target, call.args, call.kwargs).key, found)])
+    waiting.join(30)
+    assert answers == [found]
+
+    monkeypatch.setattr(profile_cache, "MAX_WAIT_S", 0.01)
+    other = request(torch.ops.aten.mm.default, torch.empty(64, 64), torch.empty(64, 64))
+    with theirs.alone(settings):
+        assert profiler(ours).measure_all([other])[0].is_measured, "a process that hangs stops no other"
 
 
 def test_the_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
