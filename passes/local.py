@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from dyngran.passes.native.graph import NativeGraph
 from dyngran.passes.problem import Kind, Op, Problem, Side, Value
-from dyngran.passes.regions import ending_ops
+from dyngran.passes.regions import ending_ops, far_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +52,8 @@ class RegionGraph:
             for read in op.reads:
                 self.readers[read].append(op.index)
         self._orders: dict[tuple[int, int], tuple[int, ...]] = {}
-        self._far = self._find_far()
+        self.far = far_values(problem, numbers)
         self.kinds = [self._signature(number) for number in range(self.num_regions)]
-
-    def _find_far(self) -> frozenset[int]:
-        """Values that forward reads beyond the region after the one that makes them: masks, position tables, long skips."""
-        far = set()
-        for value, readers in self.readers.items():
-            producer = self.problem.values[value].producer
-            if producer is None or self.problem.ops[producer].side is Side.BACKWARD:
-                continue
-            made_in = self.numbers[producer]
-            if any(self.numbers[reader] not in (made_in, made_in + 1) for reader in readers):
-                far.add(value)
-        return frozenset(far)
 
     def _signature(self, number: int) -> Hashable:
         """What a region is built of, the same for regions that are built alike."""
@@ -85,7 +73,7 @@ class RegionGraph:
                     continue
                 value = problem.values[read]
                 distance = None if value.producer is None else number - self.numbers[value.producer]
-                where = None if distance is None or abs(distance) > 1 or read in self._far else distance
+                where = None if distance is None or abs(distance) > 1 or read in self.far else distance
                 reads.append(("out", outside.setdefault(read, len(outside)), value.size_bytes, value.kind.is_static, where))
             writes = tuple((problem.values[write].size_bytes, *self._uses(write, number)) for write in op.writes)
             rows.append((op.target, op.side, bool(op.pinned), op.never_saved, op.num_elements, op.workspace_bytes, tuple(reads), writes))
@@ -100,9 +88,6 @@ class RegionGraph:
             any(ops[reader].side is not Side.BACKWARD for reader in outside),
             any(ops[reader].side is Side.BACKWARD for reader in outside),
         )
-
-    def is_far(self, value: int) -> bool:
-        return value in self._far
 
     def group_ops(self, first: int, end: int) -> list[int]:
         """Ops of regions ``first .. end - 1`` in the problem's order."""
@@ -170,7 +155,7 @@ class _LocalBuilder:
     def _is_entering(self, value: int) -> bool:
         producer = self._whole.values[value].producer
         assert producer is not None
-        return self._regions.numbers[producer] == self._first - 1 and not self._regions.is_far(value)
+        return self._regions.numbers[producer] == self._first - 1 and value not in self._regions.far
 
     def _is_read_outside(self, value: int, *sides: Side) -> bool:
         inside = set(self._group)

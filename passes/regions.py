@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import isqrt
 
 from dyngran.passes.problem import Problem, Side
 
@@ -30,14 +32,14 @@ class Crossings:
         return frozenset(value for value, first in self.first.items() if first <= boundary <= self.last[value])
 
 
-def find_crossings(problem: Problem) -> Crossings:
-    """Walk the forward ops once and note from where to where each value is needed."""
+def find_crossings(problem: Problem, *, without: frozenset[int] = frozenset()) -> Crossings:
+    """Walk the forward ops once and note from where to where each value is needed; values in ``without`` cross nothing."""
     ops = tuple(op.index for op in problem.ops if op.side is Side.FORWARD)
     made: dict[int, int] = {}
     last: dict[int, int] = {}
     for position, index in enumerate(ops):
         for read in problem.ops[index].reads:
-            if read in made and made[read] < position:
+            if read in made and made[read] < position and read not in without:
                 last[read] = position - 1
         for write in problem.ops[index].writes:
             made[write] = position
@@ -158,6 +160,36 @@ def region_numbers(problem: Problem, boundaries: Sequence[int], crossings: Cross
                 (near if reaches.get(read, 0) <= number[producer] + 1 else far).append(number[producer])
         number[op.index] = max(near) if near else (min(later) if later else max(far, default=current))
     return tuple(number[op.index] for op in problem.ops)
+
+
+def far_values(problem: Problem, numbers: Sequence[int]) -> frozenset[int]:
+    """Values of forward that are read beyond the region after the one that makes them (``numbers``: the region of each op): masks,
+    position tables, casts of shared weights, long skips."""
+    far = set()
+    for op in problem.ops:
+        for read in op.reads:
+            producer = problem.values[read].producer
+            if producer is None or problem.ops[producer].side is Side.BACKWARD:
+                continue
+            if numbers[op.index] not in (numbers[producer], numbers[producer] + 1):
+                far.add(read)
+    return frozenset(far)
+
+
+def nested_boundaries(problem: Problem, crossings: Crossings, separators: Sequence[int], max_ops: int) -> tuple[int, ...]:
+    """Separators, and within regions of more than ``max_ops`` forward ops the valleys of what crosses besides values from far away.
+
+    Skips pass a U-Net's levels, and features a dense block's layers: what lies between two separators is no chain then, but is one
+    besides them. A graph without separators is cut into parts of about equal bytes to see what comes from far, and if that has no
+    valleys either.
+    """
+    even = even_boundaries(problem, crossings, isqrt(len(crossings.ops))) if len(separators) < 2 else ()
+    far = far_values(problem, region_numbers(problem, even or separators, crossings))
+    inside = find_separators(find_crossings(problem, without=far))
+    ends = [-1, *separators, len(crossings.ops) - 1]
+    wide = [(first, last) for first, last in pairwise(ends) if last - first > max_ops]
+    found = {*separators, *(boundary for boundary in inside if any(first < boundary < last for first, last in wide))}
+    return tuple(sorted(found)) if len(found) > 1 else even
 
 
 def region_of(problem: Problem) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ def test_a_unet_has_no_narrow_place_but_its_ends_so_that_its_regions_are_even_pa
     skips = {value for op in problem.ops if op.target == "concatenate" for value in op.reads[1:]}
     assert len(skips) == 4
     assert regions.num_regions >= 4
-    assert sum(regions.is_far(value) for value in skips) >= 2
+    assert sum(value in regions.far for value in skips) >= 2
 
 
 @pytest.mark.parametrize("name", ["encoder and decoder", "two towers", "densenet", "conv net"])
@@ -80,7 +80,7 @@ def test_between_the_layers_of_a_decoder_two_values_cross_of_which_one_comes_fro
     in_decoder = [b for b in in_decoder if region_at(problem, b)[0].startswith("decoder")]
     assert len(in_decoder) >= 3
     for boundary in in_decoder[:-1]:
-        assert sorted(regions.is_far(value) for value in crossings.at(boundary)) in ([False, True], [True])
+        assert sorted(value in regions.far for value in crossings.at(boundary)) in ([False, True], [True])
 
 
 @pytest.mark.parametrize(("make", "few", "many"), [(transformer, 6, 24), (conv_net, 8, 24), (encoder_decoder, 4, 12)])

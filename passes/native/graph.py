@@ -235,8 +235,8 @@ class NativeSearch:
 
     def region_peaks(
         self, wished: bytes, forward_place: Sequence[int], backward_place: Sequence[int], num_regions: int
-    ) -> tuple[list[int], list[int], int]:
-        """Most bytes live in each region in forward and in backward, and the peak, under a mask.
+    ) -> tuple[list[int], list[int], NativeOutcome]:
+        """Most bytes live in each region in forward and in backward, and the outcome, of a mask.
 
         The places are the region of each op, -1 for ops that say nothing: those count with the kernel before them in forward, with the
         next one in backward.
@@ -245,7 +245,7 @@ class NativeSearch:
         places = [(ctypes.c_int32 * len(place))(*place) for place in (forward_place, backward_place)]
         peaks = [(ctypes.c_int64 * num_regions)() for _ in range(2)]
         self._native.dyngran_region_peaks(self._search, outcome.num_forward, *places, *peaks)
-        return list(peaks[0]), list(peaks[1]), outcome.peak_bytes
+        return list(peaks[0]), list(peaks[1]), outcome
 
     def walk(self, start: bytes, classes: Sequence[Sequence[int]], settings: Walk, stop: Stop) -> int:
         """Threshold accepting from ``start`` by moves over classes of like values; returns how many plans were evaluated."""

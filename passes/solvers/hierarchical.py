@@ -1,6 +1,7 @@
 """The hierarchical planner: regions between separators, options per kind of region, a multiple-choice program over the path.
 
-1. Separators (`passes/regions.py`) cut the forward graph into regions; up to `MAX_NEIGHBOURS` neighbours form a group.
+1. Separators (`passes/regions.py`) cut the forward graph into regions, and large regions again besides what comes from far away (the
+   levels of a U-Net besides its skips); up to `MAX_NEIGHBOURS` neighbours form a group.
 2. Groups that are built alike are one kind; each kind is planned once, as a problem of its own (`passes/local.py`).
 3. Per kind a list of options, none better than another in saved bytes, peaks and time, from walks that price bytes differently. What
    enters a group counts as saved if backward needs it, so there are options that rebuild it: a group of two neighbours may save nothing
@@ -9,34 +10,35 @@
    earlier ones saved, its own peak, and what else is live there then (measured on the last plan) stay within the budget.
 5. The whole simulator verifies; what it finds to be live beside each region corrects the program, which is solved again.
 
-Values that cross several regions (masks, position tables, long skips of a U-Net) are saved where an option needs them, and belong to no
-region. Cost grows with the number of kinds; every region adds a few rows to the program only. Idea: DESIGN of this project; programs
+Values that cross several regions (masks, casts of shared weights, long skips of a U-Net) belong to no region: they are saved where an
+option needs them, except those that a budget is answered faster without, like ones together, as the whole simulator says. Cost grows with the number of kinds; every region adds a few rows to the program only. Idea: DESIGN of this project; programs
 over lists of options per stage are known from Checkmate's successors, e.g. Rockmate (Zhao, Le Hellard, Eyraud-Dubois et al., ICML 2023).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isqrt
+from math import inf
 
 from dyngran.passes.local import LocalProblem, RegionGraph
 from dyngran.passes.moves import choosable, side_by_side
 from dyngran.passes.native.graph import NativeOutcome, NativeSearch, PathOption, Stop, Walk, choose_path
 from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Problem, Side
-from dyngran.passes.regions import Crossings, ending_ops, even_boundaries, find_crossings, find_separators, region_numbers
+from dyngran.passes.regions import Crossings, ending_ops, find_crossings, find_separators, nested_boundaries, region_numbers
 from dyngran.passes.simulate import Simulator, free_transient
 from dyngran.passes.solvers.solving import solve_with
 
 MAX_NEIGHBOURS = 4
-MIN_REGION = 4  # forward ops
+MIN_REGION, MAX_REGION = 4, 45  # forward ops; larger ones are cut besides what comes from far
 MAX_OPTIONS = 40  # per kind of group
 NUM_BUDGETS = 20  # of a frontier
 PATH_WORK = 10_000_000  # ways to go on that the program looks at for one budget at most
 MAX_BINS = 1000  # of saved bytes, per region in the program
 MIN_BINS = 100
 MAX_ROUNDS = 5
+MAX_DROPS = 4  # kinds of values from far away that one budget may do without beyond those that larger budgets did without
 CLOSE = 0.002  # of the transient budget left unused: near enough
 PRICES = (0.03, 0.1, 0.2, 0.35, 0.6, 1.0, 1.7, 3.0)  # of a saved byte, as shares of what a saved byte is worth on average
 LOCAL_WORK_PER_OP = 16_000  # op visits that the walks over one problem's kinds may take together, for each of its ops, and
@@ -61,6 +63,18 @@ class _Option:
 
 
 @dataclass(frozen=True, slots=True)
+class _Found:
+    """A plan for a budget; the less the better: bytes by which it passes the budget, then time."""
+
+    excess_bytes: int
+    time_us: float
+    mask: bytes
+
+    def is_better_than(self, other: _Found | None) -> bool:
+        return other is None or (self.excess_bytes, self.time_us) < (other.excess_bytes, other.time_us)
+
+
+@dataclass(frozen=True, slots=True)
 class _Group:
     first: int
     end: int
@@ -78,14 +92,13 @@ class Hierarchy:
         self._stop = stop or Stop()
         problem = simulator.problem
         crossings = find_crossings(problem)
-        separators = find_separators(crossings)
-        if len(separators) < 2:
-            separators = even_boundaries(problem, crossings, isqrt(len(crossings.ops)))
-        self.regions = RegionGraph(problem, region_numbers(problem, _spread(separators, crossings), crossings))
+        boundaries = nested_boundaries(problem, crossings, _spread(find_separators(crossings), crossings), MAX_REGION)
+        self.regions = RegionGraph(problem, region_numbers(problem, _spread(boundaries, crossings), crossings))
         ending = ending_ops(problem)
         numbers = self.regions.numbers
         self._place_in_forward = [numbers[op.index] if op.side is Side.FORWARD and op.index not in ending else -1 for op in problem.ops]
         self._place_in_backward = [numbers[op.index] if op.side is Side.BACKWARD else -1 for op in problem.ops]
+        self._far_kinds = self._find_far_kinds()
         self.forget()
         self._find_groups()
         self._plan_kinds(guides)
@@ -150,33 +163,75 @@ class Hierarchy:
             joined.append(min(ways)[1])
         return joined
 
+    def _find_far_kinds(self) -> list[list[int]]:
+        """Values from far away that a plan may do without, like ones together."""
+        problem = self.regions.problem
+        kinds: dict[Hashable, list[int]] = {}
+        for value in choosable(problem, sorted(self.regions.far.intersection(self._simulator.candidates))):
+            producer = problem.values[value].producer
+            assert producer is not None
+            kinds.setdefault((problem.ops[producer].target, problem.values[value].size_bytes), []).append(value)
+        return list(kinds.values())
+
     def forget(self) -> None:
         """Drop what was measured on earlier plans, so that the next answer does not depend on them."""
         self._forward_extra = [0] * self.regions.num_regions
         self._backward_extra = [0] * self.regions.num_regions
+        self._without: frozenset[int] = frozenset()
 
     def plans(self, transient_bytes: int) -> Iterator[bytes]:
-        """Masks of saved values for a budget, each round nearer to it; the last need not be the best.
+        """Masks of saved values for a budget; the last need not be the best.
 
-        What was measured on plans for other budgets since `forget` is where it starts.
+        What was measured on plans for other budgets since `forget`, and what these did without, is where it starts.
         """
+        best = yield from self._rounds(transient_bytes)
+        for _ in range(MAX_DROPS):
+            kinds = self._droppable(best.mask) if best is not None else []
+            if not kinds:
+                return
+            before, self._without = self._without, self._without.union(*kinds)
+            found = yield from self._rounds(transient_bytes)
+            if found is None or not found.is_better_than(best):
+                self._without = before
+                return
+            best = found
+
+    def _droppable(self, mask: bytes) -> list[list[int]]:
+        """Of the values from far away that a plan saves, the kinds without which it is not slower; else the one that costs least a byte."""
+        native = self._simulator.native
+        time_us = native.evaluate(mask)[1].time_us
+        costs: list[tuple[float, list[int]]] = []
+        for kind in self._far_kinds:
+            saved = [value for value in kind if mask[value]]
+            if saved:
+                slower_us = native.evaluate(native.mask(native.members(mask).difference(saved)))[1].time_us - time_us
+                costs.append((slower_us / sum(self.regions.problem.values[value].size_bytes for value in saved), kind))
+        free = [kind for cost, kind in costs if cost <= 0]
+        return free or [kind for _, kind in sorted(costs)[:1]]
+
+    def _rounds(self, transient_bytes: int) -> Generator[bytes, None, _Found | None]:
+        """Masks for a budget, each round nearer to it, and the best of them."""
         target = transient_bytes
         seen: set[bytes] = set()
+        best: _Found | None = None
         for _ in range(MAX_ROUNDS):
             chosen = self._choose(target)
             if chosen is None:
-                return
+                return best
             mask = self._simulator.native.normalize(self._decode([(group, option) for group, option, _ in chosen]))
             is_new = mask not in seen
             seen.add(mask)
             if is_new:
                 yield mask
-            peak_bytes = self._correct(mask, chosen)
-            room = transient_bytes - peak_bytes
+            outcome = self._correct(mask, chosen)
+            room = transient_bytes - outcome.peak_bytes
+            found = _Found(max(0, -room), outcome.time_us, mask)
+            best = found if found.is_better_than(best) else best
             if 0 <= room <= CLOSE * transient_bytes or (not is_new and room >= 0):
-                return
+                return best
             if not is_new:
                 target += min(room, 0)
+        return best
 
     def _choose(self, target: int) -> list[tuple[_Group, _Option, int]] | None:
         """Groups and options along the best path, with the bytes saved before each."""
@@ -197,12 +252,12 @@ class Hierarchy:
         for group, option in chosen:
             order = self.regions.values_in_order(group.first, group.end)
             for local in option.saved | option.elsewhere:
-                mask[order[local]] = 1
+                mask[order[local]] = order[local] not in self._without
         return bytes(mask)
 
-    def _correct(self, mask: bytes, chosen: list[tuple[_Group, _Option, int]]) -> int:
-        """Measure what is live beside each region's own, and return the peak (transient bytes)."""
-        forward, backward, peak_bytes = self._simulator.native.region_peaks(
+    def _correct(self, mask: bytes, chosen: list[tuple[_Group, _Option, int]]) -> NativeOutcome:
+        """Measure what is live beside each region's own, and what the plan costs."""
+        forward, backward, outcome = self._simulator.native.region_peaks(
             mask, self._place_in_forward, self._place_in_backward, self.regions.num_regions
         )
         for group, option, before in chosen:
@@ -210,7 +265,7 @@ class Hierarchy:
             for number in range(group.first, group.end):
                 self._forward_extra[number] = in_forward - before - option.forward_peak_bytes
                 self._backward_extra[number] = in_backward - before - option.backward_peak_bytes
-        return peak_bytes
+        return outcome
 
 
 def _spread(separators: Sequence[int], crossings: Crossings) -> list[int]:
