@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dyngran.passes.native.graph import NativeGraph
 from dyngran.passes.problem import Kind, Op, Problem, Side, Value
@@ -117,6 +117,7 @@ class _LocalBuilder:
         self._order = regions.values_in_order(first, end)
         self._local = {value: place for place, value in enumerate(self._order)}
         self._made = {write for index in self._group for write in self._whole.ops[index].writes}
+        self._inside = set(self._group)
         self._read_early = self._find_read_early()
         self._ops: list[Op] = []
         self._tangent = len(self._order)  # the last local value: what helpers of backward read
@@ -158,8 +159,8 @@ class _LocalBuilder:
         return self._regions.numbers[producer] == self._first - 1 and value not in self._regions.far
 
     def _is_read_outside(self, value: int, *sides: Side) -> bool:
-        inside = set(self._group)
-        return any(reader not in inside and self._whole.ops[reader].side in sides for reader in self._regions.readers.get(value, ()))
+        readers = self._regions.readers.get(value, ())
+        return any(reader not in self._inside and self._whole.ops[reader].side in sides for reader in readers)
 
     def _help(self, target: str, side: Side, reads: Sequence[int], writes: Sequence[int], *, pinned: str = "") -> None:
         index = len(self._ops)
@@ -173,7 +174,7 @@ class _LocalBuilder:
             op = self._whole.ops[index]
             if (Side.FORWARD if index in self._read_early else op.side) is side:
                 reads, writes = (tuple(self._local[value] for value in values) for values in (op.reads, op.writes))
-                self._ops.append(replace(op, index=len(self._ops), reads=reads, writes=writes))
+                self._ops.append(_op_like(op, len(self._ops), reads, writes))
 
     def _find_read_early(self) -> set[int]:
         """FREE ops whose results forward ops read: random states, which only a second draw needs."""
@@ -192,7 +193,7 @@ class _LocalBuilder:
             value, producer = whole.values[index], producers.get(place)
             is_given = producer is None
             kind = Kind.INPUT if is_given and value.kind is not Kind.TANGENT else value.kind
-            values.append(replace(value, index=place, kind=kind, producer=producer))
+            values.append(Value(index=place, name=value.name, size_bytes=value.size_bytes, kind=kind, producer=producer, label=value.label))
             live.append(0 if is_given or value.kind.is_static else value.size_bytes)
         values.append(Value(index=self._tangent, name="tangent", size_bytes=0, kind=Kind.TANGENT))
         problem = Problem(
@@ -214,3 +215,23 @@ class _LocalBuilder:
             leaving=frozenset(self._local[value] for value in leaving),
             elsewhere=frozenset(self._local[value] for value in elsewhere),
         )
+
+
+def _op_like(op: Op, index: int, reads: tuple[int, ...], writes: tuple[int, ...]) -> Op:
+    """What `dataclasses.replace` does, in a third of its time: there are tens of thousands of these."""
+    return Op(
+        index=index,
+        name=op.name,
+        target=op.target,
+        side=op.side,
+        reads=reads,
+        writes=writes,
+        cost_us=op.cost_us,
+        workspace_bytes=op.workspace_bytes,
+        rerun_bytes=op.rerun_bytes,
+        pinned=op.pinned,
+        never_saved=op.never_saved,
+        fusible=op.fusible,
+        reduction=op.reduction,
+        num_elements=op.num_elements,
+    )

@@ -89,6 +89,14 @@ class Curve:
     num_forward: int
 
 
+class Places:
+    """The region of each op in forward and in backward; -1 for ops that say nothing: those count with the kernel before them in forward,
+    with the next one in backward."""
+
+    def __init__(self, in_forward: Sequence[int], in_backward: Sequence[int]) -> None:
+        self.arrays = tuple((ctypes.c_int32 * len(places))(*places) for places in (in_forward, in_backward))
+
+
 class Stop:
     """A flag that native loops look at; set it to make them return what they have."""
 
@@ -233,18 +241,11 @@ class NativeSearch:
         self._native.dyngran_curve(self._search, ops, live)
         return Curve(tuple(ops), tuple(live), outcome.num_forward)
 
-    def region_peaks(
-        self, wished: bytes, forward_place: Sequence[int], backward_place: Sequence[int], num_regions: int
-    ) -> tuple[list[int], list[int], NativeOutcome]:
-        """Most bytes live in each region in forward and in backward, and the outcome, of a mask.
-
-        The places are the region of each op, -1 for ops that say nothing: those count with the kernel before them in forward, with the
-        next one in backward.
-        """
+    def region_peaks(self, wished: bytes, places: Places, num_regions: int) -> tuple[list[int], list[int], NativeOutcome]:
+        """Most bytes live in each region in forward and in backward, and the outcome, of a mask."""
         _, outcome = self.evaluate(wished)
-        places = [(ctypes.c_int32 * len(place))(*place) for place in (forward_place, backward_place)]
         peaks = [(ctypes.c_int64 * num_regions)() for _ in range(2)]
-        self._native.dyngran_region_peaks(self._search, outcome.num_forward, *places, *peaks)
+        self._native.dyngran_region_peaks(self._search, outcome.num_forward, *places.arrays, *peaks)
         return list(peaks[0]), list(peaks[1]), outcome
 
     def walk(self, start: bytes, classes: Sequence[Sequence[int]], settings: Walk, stop: Stop) -> int:

@@ -263,7 +263,7 @@ Nests::Nests(int num_ops) {
 
 int Nests::find(int kind, int op, int num_nodes) {
   const size_t mask = slots_.size() - 1;
-  for (size_t at = (uint32_t(kind) * 2654435761u) & mask;; at = (at + 1) & mask) {
+  for (size_t at = size_t(kind) & mask;; at = (at + 1) & mask) {  // kinds that follow one another lie side by side
     Slot& slot = slots_[at];
     if (slot.epoch == epoch_ && slot.kind != kind) continue;
     if (slot.epoch != epoch_ || num_nodes - slot.began > kMaxNodesApart) slot = {kind, epoch_, op, num_nodes};

@@ -23,7 +23,7 @@ from math import inf
 
 from dyngran.passes.local import LocalProblem, RegionGraph
 from dyngran.passes.moves import choosable, side_by_side
-from dyngran.passes.native.graph import NativeOutcome, NativeSearch, PathOption, Stop, Walk, choose_path
+from dyngran.passes.native.graph import NativeOutcome, NativeSearch, PathOption, Places, Stop, Walk, choose_path
 from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Problem, Side
 from dyngran.passes.regions import Crossings, ending_ops, find_crossings, find_separators, nested_boundaries, region_numbers
@@ -34,7 +34,7 @@ MAX_NEIGHBOURS = 4
 MIN_REGION, MAX_REGION = 4, 45  # forward ops; larger ones are cut besides what comes from far
 MAX_OPTIONS = 40  # per kind of group
 NUM_BUDGETS = 20  # of a frontier
-PATH_WORK = 10_000_000  # ways to go on that the program looks at for one budget at most
+PATH_WORK = 5_000_000  # ways to go on that the program looks at for one budget at most
 MAX_BINS = 1000  # of saved bytes, per region in the program
 MIN_BINS = 100
 MAX_ROUNDS = 5
@@ -42,7 +42,7 @@ MAX_DROPS = 4  # kinds of values from far away that one budget may do without be
 CLOSE = 0.002  # of the transient budget left unused: near enough
 PRICES = (0.03, 0.1, 0.2, 0.35, 0.6, 1.0, 1.7, 3.0)  # of a saved byte, as shares of what a saved byte is worth on average
 LOCAL_WORK_PER_OP = 16_000  # op visits that the walks over one problem's kinds may take together, for each of its ops, and
-LOCAL_WORK = 32_000_000  # at most
+LOCAL_WORK = 12_000_000  # at most
 FIRST_THRESHOLD = 0.005  # of the time between saving nothing and everything
 MAX_WALK = 3000  # plans per walk
 
@@ -96,8 +96,10 @@ class Hierarchy:
         self.regions = RegionGraph(problem, region_numbers(problem, _spread(boundaries, crossings), crossings))
         ending = ending_ops(problem)
         numbers = self.regions.numbers
-        self._place_in_forward = [numbers[op.index] if op.side is Side.FORWARD and op.index not in ending else -1 for op in problem.ops]
-        self._place_in_backward = [numbers[op.index] if op.side is Side.BACKWARD else -1 for op in problem.ops]
+        self._places = Places(
+            [numbers[op.index] if op.side is Side.FORWARD and op.index not in ending else -1 for op in problem.ops],
+            [numbers[op.index] if op.side is Side.BACKWARD else -1 for op in problem.ops],
+        )
         self._far_kinds = self._find_far_kinds()
         self.forget()
         self._find_groups()
@@ -258,7 +260,7 @@ class Hierarchy:
     def _correct(self, mask: bytes, chosen: list[tuple[_Group, _Option, int]]) -> NativeOutcome:
         """Measure what is live beside each region's own, and what the plan costs."""
         forward, backward, outcome = self._simulator.native.region_peaks(
-            mask, self._place_in_forward, self._place_in_backward, self.regions.num_regions
+            mask, self._places, self.regions.num_regions
         )
         for group, option, before in chosen:
             in_forward, in_backward = max(forward[group.first : group.end]), max(backward[group.first : group.end])

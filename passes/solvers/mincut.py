@@ -52,7 +52,7 @@ from dyngran.passes.solvers.solving import solve_with
 
 SCALE = 1 << 29
 UNCUT = 1 << 30
-MAX_CUTS = 24  # flows a sweep
+MAX_CUTS = 12  # flows a sweep
 STRIDES = (1, 2, 4, 8, 16)
 INLINED = 0.001  # of a pointwise op's time: inlined into a loop it costs no traffic of its own, but of two equal cuts the shorter is better
 MAX_HALVINGS = 8  # of what differs between two cuts, on the way to a budget
@@ -203,7 +203,7 @@ class Network:
         first = 2 + len(self._candidates)
         is_saved = reached[2:first] & ~reached[self._next]
         return Cut(
-            saved=frozenset(self._numpy.array(self._candidates)[is_saved].tolist()),
+            saved=frozenset(self._candidate_numbers[is_saved].tolist()),
             num_bytes=int(self._value_bytes[is_saved].sum()),
             cost_us=float(self._keep_us[is_saved].sum() + self._again_us[reached[first:]].sum()),
         )
@@ -219,6 +219,7 @@ class Network:
         edges.sort()
         numpy = self._numpy
         self._next = numpy.array(list(after.values()), dtype=numpy.int32)
+        self._candidate_numbers = numpy.array(self._candidates)
         self._value_bytes = numpy.array([terms.num_bytes[value] for value in self._candidates], dtype=numpy.int64)
         self._keep_us = numpy.array([terms.keep_us[value] for value in self._candidates], dtype=float)
         self._again_us = numpy.array([terms.again_us[index] for index in self._run], dtype=float)

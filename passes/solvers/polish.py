@@ -18,7 +18,7 @@ from dyngran.passes.solvers.anneal import walk_settings
 
 NAME = "polish"
 NUM_RUNGS = 40
-WORK = 40_000_000  # op visits of all walks together
+WORK = 25_000_000  # op visits of all walks together
 MAX_EVALUATIONS = 400  # per walk, or one for each op if those are fewer
 THRESHOLDS = (5e-5, 0.0)  # of the step, one sweep over the ladder each
 LOWER = 0.98  # the lowest rungs ask for less than the least peak known
