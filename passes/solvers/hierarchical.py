@@ -11,8 +11,9 @@
 5. The whole simulator verifies; what it finds to be live beside each region corrects the program, which is solved again.
 
 Values that cross several regions (masks, casts of shared weights, long skips of a U-Net) belong to no region: they are saved where an
-option needs them, except those that a budget is answered faster without, like ones together, as the whole simulator says. Cost grows with the number of kinds; every region adds a few rows to the program only. Idea: DESIGN of this project; programs
-over lists of options per stage are known from Checkmate's successors, e.g. Rockmate (Zhao, Le Hellard, Eyraud-Dubois et al., ICML 2023).
+option needs them, except those that a budget is answered faster without, like ones together, as the whole simulator says. Cost grows
+with the number of kinds; every region adds a few rows to the program only. Idea: DESIGN of this project; programs over lists of options
+per stage are known from Checkmate's successors, e.g. Rockmate (Zhao, Le Hellard, Eyraud-Dubois et al., ICML 2023).
 """
 
 from __future__ import annotations
