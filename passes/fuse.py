@@ -50,9 +50,7 @@ def node_counts(problem: Problem) -> list[int]:
             producer = problem.values[read].producer
             if producer is not None and (not op.fusible or ops[producer].num_elements != op.num_elements):
                 is_ordered[read] = True
-    return [
-        max(1, len(op.writes)) if not op.fusible or op.reduction else int(any(is_ordered[write] for write in op.writes)) for op in ops
-    ]
+    return [max(1, len(op.writes)) if not op.fusible or op.reduction else int(any(is_ordered[write] for write in op.writes)) for op in ops]
 
 
 class _Fuser:

@@ -39,7 +39,7 @@ PATH_WORK = 5_000_000  # ways to go on that the program looks at for one budget 
 MAX_BINS = 1000  # of saved bytes, per region in the program
 MIN_BINS = 100
 MAX_ROUNDS = 5
-MAX_DROPS = 4  # kinds of values from far away that one budget may do without beyond those that larger budgets did without
+MAX_DROPS = 4  # times that a budget is answered again without more values from far away; first without those that the last budget left out
 CLOSE = 0.002  # of the transient budget left unused: near enough
 PRICES = (0.03, 0.1, 0.2, 0.35, 0.6, 1.0, 1.7, 3.0)  # of a saved byte, as shares of what a saved byte is worth on average
 LOCAL_WORK_PER_OP = 16_000  # op visits that the walks over one problem's kinds may take together, for each of its ops, and
@@ -187,17 +187,18 @@ class Hierarchy:
 
         What was measured on plans for other budgets since `forget`, and what these did without, is where it starts.
         """
+        trial, self._without = self._without, frozenset()
         best = yield from self._rounds(transient_bytes)
         for _ in range(MAX_DROPS):
-            kinds = self._droppable(best.mask) if best is not None else []
-            if not kinds:
+            trial = trial or self._without.union(*(self._droppable(best.mask) if best is not None else ()))
+            if trial == self._without:
                 return
-            before, self._without = self._without, self._without.union(*kinds)
+            before, self._without = self._without, trial
             found = yield from self._rounds(transient_bytes)
             if found is None or not found.is_better_than(best):
                 self._without = before
                 return
-            best = found
+            best, trial = found, frozenset()
 
     def _droppable(self, mask: bytes) -> list[list[int]]:
         """Of the values from far away that a plan saves, the kinds without which it is not slower; else the one that costs least a byte."""
@@ -260,9 +261,7 @@ class Hierarchy:
 
     def _correct(self, mask: bytes, chosen: list[tuple[_Group, _Option, int]]) -> NativeOutcome:
         """Measure what is live beside each region's own, and what the plan costs."""
-        forward, backward, outcome = self._simulator.native.region_peaks(
-            mask, self._places, self.regions.num_regions
-        )
+        forward, backward, outcome = self._simulator.native.region_peaks(mask, self._places, self.regions.num_regions)
         for group, option, before in chosen:
             in_forward, in_backward = max(forward[group.first : group.end]), max(backward[group.first : group.end])
             for number in range(group.first, group.end):
