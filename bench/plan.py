@@ -30,8 +30,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parent)]  # `python -P` leaves the 
 
 import long_anneal  # noqa: E402  # found by the line above
 from layered import layered_problem, layers_for  # noqa: E402
-from plan_table import StageClock, shown, shown_frontier, side_by_side  # noqa: E402
-from rows import BestKnown, Case, MakePlanner, Notes, Row, frontier_row, load_cases, rows_of  # noqa: E402
+from plan_table import StageClock, shown, shown_frontier, shown_saved, side_by_side  # noqa: E402
+from rows import BestKnown, Case, MakePlanner, Notes, Row, frontier_row, load_cases, load_saved, rows_of, saved_row  # noqa: E402
 
 from dyngran.passes.solvers.portfolio import MAX_SECONDS, SOLVERS, Planner  # noqa: E402
 
@@ -44,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     try:
         cases = list(find_cases(args))
+        for path in args.saved:
+            check_saved(path, cases)
         notes = Notes(BestKnown(args.best))
         if args.json is not None:
             args.json.open("a").close()  # before an hour is spent
@@ -82,6 +84,9 @@ class Run:
             self._timed(case, solver, frontier if self._args.frontier else budgets)
         if count:
             self._timed(case, long_anneal.NAME, budgets)
+        for path in self._args.saved:
+            if path.name.startswith(case.graph):
+                self._keep(saved_row(case, path, planner=lambda problem: Planner(problem, max_seconds=self._args.limit_s)))
 
     def _timed(self, case: Case, solver: str, rows: Callable[[MakePlanner, str], Iterator[Row]]) -> None:
         clock = StageClock()
@@ -98,17 +103,18 @@ class Run:
         self._stages.append(clock.table(f"{case.graph}, {solver}"))
 
     def _keep(self, row: Row) -> None:
-        print(shown_frontier(row) if "frontier" in row else shown(row), flush=True)
+        show = shown_frontier if "frontier" in row else shown_saved if "saved_by" in row else shown
+        print(show(row), flush=True)
         self._rows.append(row)
         if self._args.json is not None:
             with self._args.json.open("a") as file:
                 file.write(json.dumps({**row, **self._from}) + "\n")
-        if self._args.update_best and "frontier" not in row and self._notes.best.lower(row):
+        if self._args.update_best and "fraction" in row and self._notes.best.lower(row):
             self._notes.best.write()
 
     def finish(self) -> None:
         """The tables."""
-        planned = [row for row in self._rows if "frontier" not in row]
+        planned = [row for row in self._rows if "fraction" in row]
         for graph in dict.fromkeys(row["graph"] for row in planned):
             print("\n" + side_by_side([row for row in planned if row["graph"] == graph], self._notes))
         for line in growth(planned):
@@ -147,6 +153,15 @@ def find_cases(args: argparse.Namespace) -> Iterator[Case]:
         yield Case(graph=f"{SYNTHETIC}{num_layers}", problem=layered_problem(num_layers, fused=not args.eager))
 
 
+def check_saved(path: Path, cases: Sequence[Case]) -> None:
+    """Raises OSError or ValueError, which names the file, if it holds no saved set of a graph of this run."""
+    own = [case for case in cases if path.name.startswith(case.graph)]
+    if not own:
+        raise ValueError(f"{path}: its name begins with that of no graph of this run")
+    for case in own:
+        load_saved(path, case)
+
+
 def commit() -> str:
     """Commit that is measured: ``DYNGRAN_COMMIT``, else git's, else unknown."""
     if name := os.environ.get("DYNGRAN_COMMIT"):
@@ -181,6 +196,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--synthetic", nargs="+", type=at_least(1), default=[], metavar="OPS", help="Llamas of about that many ops")
     parser.add_argument("--layers", nargs="+", type=at_least(1), default=[], metavar="L", help="Llamas of that many layers")
     parser.add_argument("--anneal", type=at_least(1), metavar="N", help="rows of long-anneal as well: N more plans per budget, from auto's")
+    parser.add_argument(
+        "--saved",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help='saved sets from elsewhere, beside auto at the peaks that they reach: {"saved": [names]} in a file named after its graph',
+    )
     parser.add_argument(
         "--best", type=Path, default=HERE / "best_known.json", metavar="FILE", help="least costs known (default %(default)s)"
     )

@@ -29,6 +29,16 @@ def shown(row: Row) -> str:
     return f"{start}peak {_amount(row, row['peak_bytes']):>10}  {_cost(row)}{gap}{over}{end}"
 
 
+def shown_saved(row: Row) -> str:
+    """One line for a saved set from elsewhere."""
+    if row["auto_cost_us"] is None:
+        own = "auto has no plan at that peak"
+    else:
+        own = f"auto {row['auto_cost_us'] / 1e3:.3f} ms ({(row['auto_cost_us'] - row['cost_us']) / row['free_cost_us']:+.3%} of a step)"
+    head = f"{row['graph'][:32]:32} {row['nodes']:>6} ops  {row['solver']:23}"
+    return f"{head} peak {format_bytes(row['peak_bytes']):>10}  cost {row['cost_us'] / 1e3:.3f} ms, {own}"
+
+
 def shown_frontier(row: Row) -> str:
     """Every budget of a frontier, and a line for all of them."""
     lines = []

@@ -99,6 +99,35 @@ def rows_of(
         start = time.perf_counter()
 
 
+def load_saved(path: Path, case: Case) -> tuple[int, ...]:
+    """Values of a case that a file ``{"saved": [name, ...]}`` keeps. Raises OSError or ValueError, which names the file."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    names = document.get("saved") if isinstance(document, dict) else None
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{path}: no list 'saved' of names")
+    place = {value.name: value.index for value in case.problem.values}
+    unknown = [name for name in names if name not in place]
+    if unknown:
+        raise ValueError(f"{path}: {len(unknown)} of {len(names)} names are no values of {case.graph}, the first is {unknown[0]!r}")
+    return tuple(place[name] for name in names)
+
+
+def saved_row(case: Case, path: Path, *, planner: MakePlanner) -> Row:
+    """A saved set from elsewhere, and in ``auto_*`` what `auto` has for the peak that it reaches. Raises as `load_saved`."""
+    start = time.perf_counter()
+    made = planner(case.problem)
+    outcome = made.simulator.evaluate(load_saved(path, case))
+    free = made.solve(None, solver=case.free_solver)
+    row: Row = {**case.head, "solver": path.stem, "saved_by": path.name, "peak_bytes": outcome.peak_bytes, "cost_us": outcome.time_us}
+    row |= {"free_peak_bytes": free.peak_bytes, "free_cost_us": free.time_us}
+    own = _planned(made, "auto", outcome.peak_bytes)
+    row |= {"auto_peak_bytes": own["peak_bytes"], "auto_cost_us": own["cost_us"], "truncated": own["truncated"]}
+    return {**row, "seconds": round(time.perf_counter() - start, 3), "max_rss_bytes": max_rss_bytes()}
+
+
 def _planned(made: Planner, solver: str, budget_bytes: int) -> Row:
     """What a solver has for a budget, or the least peak that it knows of."""
     try:

@@ -278,6 +278,41 @@ def test_annealing_on_is_never_worse_than_auto(made: tuple[Path, Problem], tmp_p
     assert longer["solver"] == "long-anneal" and longer["cost_us"] <= auto["cost_us"] and longer["peak_bytes"] <= longer["budget_bytes"]
 
 
+def test_a_saved_set_from_elsewhere_stands_beside_what_auto_has_at_its_peak(
+    made: tuple[Path, Problem], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, _ = made
+    (problem,) = load_problems(path, fused=False)
+    simulator = Simulator(problem)
+    by_hand = sorted(simulator.default_saved)[::2]
+    hand, out = tmp_path / "net-by-hand.json", tmp_path / "rows.jsonl"
+    hand.write_text(json.dumps({"saved": [problem.values[value].name for value in by_hand]}))
+    assert planned(path, "--eager", "--solver", "default", "--fractions", 1.0, "--saved", hand, "--json", out) == 0
+    row = written(out)[-1]
+    assert row["solver"] == "net-by-hand" and row["peak_bytes"] == simulator.evaluate(by_hand).peak_bytes
+    assert row["auto_peak_bytes"] <= row["peak_bytes"] and row["auto_cost_us"] <= row["cost_us"]
+    assert "net-by-hand" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "wrong"),
+    [
+        ("net-x.json", '{"saved": ["no_such_value"]}', "1 of 1 names are no values of net, the first is 'no_such_value'"),
+        ("net-x.json", '{"kept": []}', "no list 'saved' of names"),
+        ("net-x.json", "no JSON", "Expecting value"),
+        ("other.json", '{"saved": ["x"]}', "its name begins with that of no graph of this run"),
+    ],
+)
+def test_a_saved_set_that_is_none_is_refused_by_name(
+    name: str, content: str, wrong: str, made: tuple[Path, Problem], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    assert planned(made[0], "--eager", "--saved", path) == 2
+    seen = capsys.readouterr()
+    assert f"{name}: " in seen.err and wrong in seen.err and not seen.out
+
+
 @pytest.mark.parametrize(
     ("content", "wrong"),
     [
