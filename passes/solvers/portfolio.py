@@ -225,9 +225,17 @@ class Planner:
         with _SafetyStop(self._max_seconds, self._stop) as safety:
             for name in ("revolve", "dtr"):
                 self._once(f"{name} for {budget_bytes} bytes", name, PROPOSERS[name](self.simulator, budget_bytes=budget_bytes))
-            start = self._start_of_orders(budget_bytes)
-            self._once(stage, "anneal", anneal.orders(self.simulator, budget_bytes, start, self._stop))
+            self._once(stage, "anneal", self._orders(budget_bytes))
         self._note(safety)
+
+    def _orders(self, budget_bytes: int) -> Iterator[Schedule]:
+        """Walks from the best that is known; where only orders differ, from the given one as well, since the best may be a dead end."""
+        starts = [self._start_of_orders(budget_bytes)]
+        if self._is_all_forward:
+            starts.append(anneal.schedule_of(self.simulator, self.simulator.default_saved))
+        moves = anneal.MAX_MOVES // len(starts)
+        for start in starts:
+            yield from anneal.orders(self.simulator, budget_bytes, start, self._stop, max_moves=moves)
 
     def _is_fastest_proven(self, budget_bytes: int | None) -> bool:
         """Whether no order of ops could be faster than the best saved set for a budget; with a fusing code generator order is not ours."""
