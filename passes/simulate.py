@@ -178,6 +178,24 @@ class Simulator:
         forward, backward, _ = self._schedule(self.normalize(saved))
         return forward, backward
 
+    def working_bytes(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Per kernel its op and the bytes live while it runs whatever a plan decides: in forward without what waits for backward, if as
+        little as possible is saved; in backward without what forward saved and what is made again, if everything is saved."""
+        outputs, candidates = self.problem.forward_outputs, set(self.candidates)
+        bare = self._replay(self.normalize(()))
+        last = {value: place for place, kernel in enumerate(bare.forward) for value in (*kernel.reads, *kernel.writes)}
+        end = len(bare.forward)
+        held = [(value, first, None if value in outputs else last[value]) for value, first, _ in bare.intervals if first < end]
+        in_forward = self._live(replace(bare, backward=[], intervals=held))
+        full = self._replay(self.default_saved)
+        begin = len(full.forward)
+        own = [one for one in full.intervals if one[0] in outputs or (one[1] >= begin and one[0] not in candidates)]
+        in_backward = self._live(replace(full, intervals=own))[begin:]
+        return (
+            [(kernel.op, live) for kernel, live in zip(bare.forward, in_forward, strict=True)],
+            [(kernel.op, live) for kernel, live in zip(full.backward, in_backward, strict=True)],
+        )
+
     def _schedule(self, crossing: frozenset[int]) -> tuple[list[int], list[int], set[int]]:
         reads, producer, writes = self._reads, self._producer, self._writes
         early: set[int] = set()

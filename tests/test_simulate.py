@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from random import Random
 
 import pytest
 from brute_force import naive_replay
@@ -11,8 +13,14 @@ from hypothesis import strategies as st
 from problems import chain, problems, transformer
 
 from dyngran.passes.carry import with_carried
-from dyngran.passes.problem import Problem
+from dyngran.passes.fuse import MAX_ACCUMULATED_READS
+from dyngran.passes.problem import Problem, Side
 from dyngran.passes.simulate import Simulator
+
+
+def made(problem: Problem, values: Iterable[int]) -> list[tuple[int, int]]:
+    """The values that an op makes, with it."""
+    return [(value, producer) for value in values if (producer := problem.values[value].producer) is not None]
 
 
 def any_saved(data: st.DataObject, simulator: Simulator) -> frozenset[int]:
@@ -30,6 +38,41 @@ def test_the_native_replay_equals_the_timeline(problem: Problem, data: st.DataOb
     assert outcome.peak_bytes - problem.total_static_bytes == max(timeline.live_bytes, default=0)
     assert outcome.time_us == pytest.approx(timeline.time_us, abs=1e-5)
     assert outcome.recompute_us == pytest.approx(timeline.recompute_us, abs=1e-5)
+
+
+def test_sums_of_a_residual_stream_that_backward_makes_again_are_written_and_wait_for_their_layer() -> None:
+    """What Inductor 2.11 and 2.13 do with a ViT whose branches are saved: every fourth sum is written where the first is needed."""
+    problem = transformer(8, fused=True)
+    simulator = Simulator(problem)
+    sums = [op.writes[0] for op in problem.ops if op.target == "add" and op.side is Side.FORWARD]
+    branches = {read for op in problem.ops if op.target in ("add", "mul") for read in op.reads} - set(sums)
+    saved = simulator.normalize(branches & set(simulator.candidates))
+    assert len(sums) == 16 and saved.isdisjoint(sums)
+    backward = simulator._replay(saved).backward
+    written = [value for kernel in backward for value in kernel.writes if value in sums]
+    assert 3 <= len(written) <= 8
+    stream_reads = [
+        sum(value in sums or problem.ops[producer].target == "mm" for value, producer in made(problem, kernel.reads)) for kernel in backward
+    ]
+    assert max(stream_reads) <= MAX_ACCUMULATED_READS
+    timeline = simulator.timeline(saved)
+    assert simulator.evaluate(saved).peak_bytes - problem.total_static_bytes == max(timeline.live_bytes)
+    for seed in range(20):
+        some = [value for value in simulator.candidates if Random(seed * 10_000 + value).random() < 0.5]
+        assert simulator.evaluate(some).peak_bytes - problem.total_static_bytes == max(simulator.timeline(some).live_bytes)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problem=problems(fused=False), data=st.data())
+def test_working_bytes_are_live_under_every_plan(problem: Problem, data: st.DataObject) -> None:
+    simulator = Simulator(problem)
+    curve = simulator.native.curve(simulator.native.mask(any_saved(data, simulator)))
+    live = list(zip(curve.ops, curve.live_bytes, strict=True))
+    in_forward, in_backward = simulator.working_bytes()
+    for least, seen in ((in_forward, live[: curve.num_forward]), (in_backward, live[curve.num_forward :])):
+        found = dict(seen)
+        own = [(op, num_bytes) for op, num_bytes in least if op in found and problem.ops[op].side is not Side.FREE]
+        assert all(num_bytes <= found[op] for op, num_bytes in own)
 
 
 @settings(max_examples=300, deadline=None)

@@ -28,7 +28,7 @@ from typing import Any
 import pulp
 
 from dyngran.passes.plan import Plan
-from dyngran.passes.problem import Kind, Problem, Side
+from dyngran.passes.problem import Problem, Side
 from dyngran.passes.regions import even_boundaries, find_crossings, find_separators, region_numbers
 from dyngran.passes.simulate import Simulator
 from dyngran.passes.solvers.solving import solve_with
@@ -241,7 +241,7 @@ class Program:
                 changes[start].append(size * variable)
                 changes[end + 1].append(-size * variable)
             again = self._again.get(self._producer(value))
-            if again is not None:
+            if again is not None and self._slots.is_written_again(value):
                 start, end = self._slots.again_interval(value)
                 changes[start].append(size * again)
                 changes[end + 1].append(-size * again)
@@ -281,12 +281,11 @@ class _Slots:
         for op in problem.ops:
             for read in op.reads:
                 self._readers.setdefault(read, []).append(op.index)
-        late = {write for op in problem.ops if op.side is Side.BACKWARD for write in op.writes}
         self.direct = [
             v for v in simulator.candidates if v in problem.gradients or any(self._is_backward(r) for r in self._readers.get(v, ()))
         ]
         self._first, self._last = self._intervals()
-        self.base = self._base(late)
+        self.base = self._base(simulator)
 
     def _is_backward(self, index: int) -> bool:
         return self._problem.ops[index].side is Side.BACKWARD
@@ -324,33 +323,22 @@ class _Slots:
         start = self._first[value]
         return start, max(start, self._last[value] if self._last[value] >= self._first_backward else start)
 
-    def _base(self, late: set[int]) -> list[int]:
+    def is_written_again(self, value: int) -> bool:
+        """Whether a value that is made again takes memory: not if a fusing code generator may inline it wherever it is read."""
+        producer = self._problem.values[value].producer
+        assert producer is not None
+        ops = self._problem.ops
+        is_inlined = self._problem.fused and ops[producer].fusible and all(ops[reader].fusible for reader in self._readers.get(value, ()))
+        return not is_inlined
+
+    def _base(self, simulator: Simulator) -> list[int]:
         """Most bytes live in each slot whatever is decided: forward working set, outputs, tangents, gradients, workspaces."""
-        problem = self._problem
-        order = sorted(self.slot, key=lambda index: (self.slot[index], index))
-        place = {index: position for position, index in enumerate(order)}
-        change = [0] * (len(order) + 1)
-        first_backward = sum(1 for index in order if not self._is_backward(index))
-        for value in problem.values:
-            size = 0 if value.kind.is_static else value.size_bytes
-            is_tangent = value.kind is Kind.TANGENT
-            if not size or not (is_tangent or value.producer in place):
-                continue
-            start = first_backward if is_tangent else place[value.producer]  # type: ignore[index]  # has one: no tangent
-            own_side = [place[reader] for reader in self._readers.get(value.index, ()) if reader in place]
-            if value.index not in late:
-                own_side = [position for position in own_side if position < first_backward]
-            stays = is_tangent or value.index in problem.forward_outputs or (value.index in problem.gradients and value.index in late)
-            end = len(order) if stays else max(own_side, default=start) + 1
-            change[start] += size
-            change[end] -= size
         base = [0] * self.num_slots
-        live = 0
-        for position, index in enumerate(order):
-            live += change[position]
-            slot = self.slot[index]
-            base[slot] = max(base[slot], live + problem.ops[index].workspace_bytes)
-        base[self._end] = live
+        slot = 0
+        for op, live in (kernel for side in simulator.working_bytes() for kernel in side):
+            slot = self.slot.get(op, slot)  # what neither runs in forward nor needs a tangent counts where it runs
+            base[slot] = max(base[slot], live)
+        base[self._end] = sum(self._problem.values[v].size_bytes for v in self._problem.gradients | self._problem.forward_outputs)
         return base
 
 
