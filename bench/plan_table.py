@@ -23,7 +23,7 @@ def shown(row: Row) -> str:
     if row["cost_us"] is None:
         impossible = row.get("floor_bytes", 0) > row["budget_bytes"]
         why = f"no order can: one op needs {_amount(row, row['floor_bytes'])}" if impossible else "no plan fits"
-        return f"{start}{why}, least peak known {_amount(row, row['least_peak_bytes'])}{end}"
+        return f"{start}{why}, least peak it knows {_amount(row, row['least_peak_bytes'])}{end}"
     over = "" if row["over_best"] is None else f"  over best {row['over_best']:+.3%}"
     gap = f"  gap {row['gap']:.1%} ({row['bound'].partition(':')[0]})" if row["bound"] else ""
     return f"{start}peak {_amount(row, row['peak_bytes']):>10}  {_cost(row)}{gap}{over}{end}"

@@ -71,8 +71,14 @@ def _sentences(report: Report | StepReport) -> tuple[str, ...]:
     sentences.append(
         f"Plan by {solvers}{cut}: {again}, "
         f"{format_us(sum(each.recompute_us for each in plans))}; "
-        f"{format_us(sum(each.overhead_us for each in plans))} slower than the fastest known plan."
+        f"{format_us(sum(each.overhead_us for each in plans))} slower than the fastest plan known for any budget."
     )
+    if all(each.bound for each in plans):
+        gap = 1 - sum(each.bound_us for each in plans) / max(sum(each.time_us for each in plans), 1e-9)
+        if all(each.bound.startswith("exact") for each in plans):
+            sentences.append("No plan that keeps the budget is faster: proven.")
+        else:
+            sentences.append(f"No plan that keeps the budget can be more than {max(gap, 0.0):.1%} faster (a bound that is rarely reached).")
     if not report.num_steps:
         sentences.append("No step has been measured yet.")
     return tuple(sentences)

@@ -31,6 +31,7 @@ from dyngran.compiler.store import (
     remember_transient,
     store_key,
 )
+from dyngran.passes.bounds import bound_of
 from dyngran.passes.decide import decide
 from dyngran.passes.errors import BudgetTooSmall, PlanMismatch, format_bytes
 from dyngran.passes.fingerprint import fingerprint
@@ -52,6 +53,7 @@ REFUSAL_ROOM_BYTES = 2 * 2**20  # on CUDA, for a second try: cuBLASLt keeps 1 Mi
 NAMED_SHARE = 0.01  # of the least peak: outputs from that size on are named in a refusal
 PART_HINT = " It is the least peak of this graph, which is a part of the step: the other parts may need more."
 LOSS_BYTES = 64  # the loss and the gradient it starts from are eager scalars
+SEARCHED = "auto"  # who made a plan that was searched for, before the name of the solver that found it
 STOCK = "min-cut"  # torch's default partition
 PLAIN_SOLVERS = ("stock", "default", "region", "every", "selective")  # whose plans are taken once the code generator failed on another
 MAX_DOUBTS = 2  # further plans whose code is generated before a refusal, where their simulations promise DOUBTED_SHARE less than is known
@@ -192,6 +194,9 @@ class Strategy:
                 hint=error.hint + (PART_HINT if tight else self.hint_of_outputs(error.least_peak_bytes)),
             ) from None
         peak_bytes = self._peak_of(plan.saved) if plan.schedule is None else plan.peak_bytes
+        if not plan.bound and self.options.plan is None:
+            bound = bound_of(self.problem, plan.time_us, limit)
+            plan = replace(plan, bound_us=bound.time_us, bound=bound.proof)
         return replace(plan, budget_bytes=budget_bytes, peak_bytes=peak_bytes + extra, static_bytes=held_bytes)
 
     def _peak_of(self, saved: frozenset[int]) -> int:
@@ -270,7 +275,8 @@ class Strategy:
         return outcome if outcome is not None and self._need(outcome) <= limit else None
 
     def _take_fastest(self, fitting: Sequence[Outcome], limit: int) -> Plan:
-        plan = self._plan_of(min(fitting, key=lambda outcome: (outcome.time_us, outcome.peak_bytes)), "portfolio")
+        fastest = min(fitting, key=lambda outcome: (outcome.time_us, outcome.peak_bytes))
+        plan = self._plan_of(fastest, f"{SEARCHED} ({self.planner.finder_of(fastest)})")
         if plan.schedule is None:
             remember_saved(self.store_key, limit, plan.saved)
         else:
@@ -399,7 +405,7 @@ class Strategy:
         return min(better, key=lambda one: abs(2 * one.peak_bytes - first.peak_bytes - least))
 
     def _plan_of(self, outcome: Outcome, solver: str) -> Plan:
-        is_cut_off = self.planner.truncated and solver == "portfolio"
+        is_cut_off = self.planner.truncated and solver.startswith(SEARCHED)
         return decide(self.simulator, outcome, budget_bytes=None, solver=solver, fastest_us=self.free.time_us, truncated=is_cut_off)
 
     def _from_file(self, limit: int | None) -> Plan:

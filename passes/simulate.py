@@ -287,7 +287,7 @@ class Simulator:
                 if value in outputs or (value in crossing and value in gradients):
                     intervals.append((value, position, None))
                 elif value in crossing:
-                    intervals.append((value, position, last_backward.get(value, num_forward)))
+                    intervals.append((value, position, last_backward.get(value, num_forward) if backward else None))
                 else:
                     intervals.append((value, position, last_forward[value]))
         for position, kernel in enumerate(backward, num_forward):

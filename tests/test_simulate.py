@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from problems import Builder, chain, problems, transformer
 
 from dyngran.passes.carry import with_carried
-from dyngran.passes.problem import Kind, Problem, Side
+from dyngran.passes.problem import Kind, Op, Problem, Side, Value
 from dyngran.passes.simulate import Simulator
 
 
@@ -167,3 +167,50 @@ def test_a_chain_kept_at_every_fourth_link_peaks_at_two_square_roots() -> None:
     outcome = simulator.evaluate(frozenset(links[3:15:4]))
     assert outcome.peak_bytes == 3 + 3  # three kept links and the three of the last part that are made again
     assert outcome.recompute_us == 12
+
+
+def test_a_saved_sibling_that_an_op_makes_again_first_in_backward_is_not_loaded_for_nothing() -> None:
+    def op(index: int, side: Side, reads: tuple[int, ...], writes: tuple[int, ...], num_elements: int, *, reduction: bool = False) -> Op:
+        return Op(
+            index=index,
+            name=f"op_{index}",
+            target="t",
+            side=side,
+            reads=reads,
+            writes=writes,
+            cost_us=1.0,
+            fusible=True,
+            reduction=reduction,
+            num_elements=num_elements,
+        )
+
+    kinds = (Kind.INPUT, Kind.ACTIVATION, Kind.ACTIVATION, Kind.TANGENT, Kind.GRADIENT, Kind.GRADIENT)
+    made_by = (None, 0, 0, None, 1, 2)
+    problem = Problem(
+        values=tuple(
+            Value(index=index, name=f"value_{index}", size_bytes=8, kind=kind, producer=producer)
+            for index, (kind, producer) in enumerate(zip(kinds, made_by, strict=True))
+        ),
+        ops=(
+            op(0, Side.FORWARD, (0,), (1, 2), 9, reduction=True),
+            op(1, Side.BACKWARD, (3, 2), (4,), 8),
+            op(2, Side.BACKWARD, (3, 1, 4), (5,), 9),
+        ),
+        forward_outputs=frozenset(),
+        gradients=frozenset({4, 5}),
+        fused=True,
+        bytes_per_us=2.0,
+    )
+    simulator = Simulator(problem)
+    for saved in ((), (1,), (2,), (1, 2)):
+        assert simulator.evaluate(saved).time_us == simulator.timeline(saved).time_us
+
+
+def test_what_crosses_to_a_backward_that_runs_nothing_has_a_timeline() -> None:
+    build = Builder(fused=True)
+    made = build.op([build.given(8, Kind.INPUT)], 8)
+    build.outputs.add(build.op([made], 8))
+    build.op([build.given(8, Kind.TANGENT), made], 8, side=Side.BACKWARD, fusible=True)  # nobody reads it: no kernel
+    simulator = Simulator(build.build())
+    outcome = simulator.evaluate(simulator.default_saved)
+    assert max(simulator.timeline(simulator.default_saved).live_bytes) == outcome.peak_bytes - simulator.problem.total_static_bytes

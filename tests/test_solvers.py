@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import suppress
 from itertools import pairwise
 from math import isqrt
+from threading import Timer
 
 import pytest
 from brute_force import best_time, every_plan, naive_replay
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from problems import Builder, chain, problems, transformer
+from problems import Builder, chain, conv_net, problems, transformer
 
 from dyngran.passes.archive import Archive, Entry
 from dyngran.passes.classes import value_classes
@@ -320,3 +322,44 @@ def test_a_plan_from_elsewhere_is_judged_and_can_win() -> None:
 def test_an_unknown_solver_is_named() -> None:
     with pytest.raises(InvalidOption, match="'annealing'"):
         Planner(chain(3)).solve(None, solver="annealing")
+
+
+@pytest.mark.parametrize("solver", ["every", "sqrt"])
+def test_a_policy_with_nothing_to_checkpoint_keeps_the_default_plan(solver: str) -> None:
+    build = Builder()
+    made = build.op([build.given(8, Kind.INPUT)], 8)
+    tangent = build.given(8, Kind.TANGENT)
+    build.gradients.add(build.op([tangent, made], 8, side=Side.BACKWARD))
+    problem = build.build()
+    plan = Planner(problem).solve(None, solver=solver)
+    assert plan.saved == Simulator(problem).default_saved
+    assert Planner(problem).solve(plan.peak_bytes, solver=solver) == Planner(problem).solve(plan.peak_bytes, solver=solver)
+
+
+def test_a_refusal_after_a_search_that_was_cut_short_says_so() -> None:
+    problem = conv_net(40)
+    budget_bytes = int(0.6 * Simulator(problem).evaluate(Simulator(problem).default_saved).peak_bytes)
+    with pytest.raises(BudgetTooSmall, match="The search was cut short"):
+        Planner(problem, max_seconds=1e-3).solve(budget_bytes, solver="hierarchical")
+
+
+def test_an_error_on_the_way_leaves_a_planner_that_says_that_its_search_was_cut_short() -> None:
+    def fail(line: str) -> None:
+        if "polishing" in line:
+            raise RuntimeError("the progress line could not be written")
+
+    planner = Planner(transformer(3, fused=True), progress=fail)
+    with pytest.raises(RuntimeError, match="progress line"):
+        planner.solve(None)
+    assert gc.isenabled()
+    assert planner.solve(None).truncated
+
+
+def test_garbage_is_collected_after_planning_even_if_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(timer: Timer) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Timer, "start", refuse)
+    with pytest.raises(RuntimeError, match="thread"):
+        Planner(transformer(1)).solve(None)
+    assert gc.isenabled()

@@ -142,7 +142,7 @@ class NativeGraph:
         arrays = _GraphArrays(
             len(values),
             len(ops),
-            len(spaces) + 1,
+            (len(spaces) + 1) | 1,  # odd: the native side spreads (depth times this, plus space) over a table of a power of two
             problem.fused,
             problem.launch_us,
             problem.bytes_per_us,

@@ -175,7 +175,7 @@ class Side {
       }
     }
     for (auto p = g_.writes.begin(op); p != g_.writes.end(op); ++p)
-      if (s_.last[*p] == position) s_.loaded[*p] = nest;
+      if (!available_(*p) && s_.last[*p] == position) s_.loaded[*p] = nest;
     s_.change.push_back(born);
     const bool is_first = s_.launched[nest] != s_.epoch;
     s_.launched[nest] = s_.epoch;

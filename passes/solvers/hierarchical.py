@@ -134,6 +134,8 @@ class Hierarchy:
         length = min(MAX_WALK, work // max(1, total) // (2 * len(PRICES)))
 
         def plan(group: _Group) -> tuple[int, list[_Option]]:
+            if self._stop:
+                return group.kind, []
             place = {value: local for local, value in enumerate(self.regions.values_in_order(group.first, group.end))}
             guided = [[place[value] for value in place if value in guide] for guide in guides]
             starts = [*self._joined(group, place), *guided]
@@ -157,6 +159,8 @@ class Hierarchy:
                 saved: list[int] = []
                 for first, end in ((group.first, middle), (middle, group.end)):
                     options = self._options[self._kind_at[first, end]]
+                    if not options:  # cut short
+                        return []
                     worth = price * _worth(options)
                     best = min(options, key=lambda option: option.time_us + worth * (option.saved_bytes + option.input_bytes))
                     cost += best.time_us + worth * (best.saved_bytes + best.input_bytes)

@@ -1,15 +1,16 @@
 """The portfolio: several solvers propose plans, the simulator judges them, the archive answers every budget.
 
 The search does not look at the budget: it fills the whole frontier once. So the answer to a budget does not depend on which budgets
-were asked before, a smaller budget never gives a larger peak or a faster step, and a new budget costs one look-up. Only where no saved
-set is proven to be the fastest and order is ours (no fusing code generator) are schedules searched as well, in which values may be made
-more often: on rungs that do not depend on the budget either.
+were asked before (solvers that were asked by name before leave their plans to it), a smaller budget never gives a larger peak or a
+faster step, and a new budget costs one look-up. Only where no saved set is proven to be the fastest and order is ours (no fusing code
+generator) are schedules searched as well, in which values may be made more often: on rungs that do not depend on the budget either.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from threading import Timer
 from time import monotonic
@@ -38,7 +39,7 @@ from dyngran.passes.solvers import (
     stock,
 )
 from dyngran.passes.solvers.polish import polish, rungs
-from dyngran.passes.solvers.solving import Propose, hint_of, plan_from
+from dyngran.passes.solvers.solving import CUT_SHORT, Propose, hint_of, plan_from
 
 PROPOSERS: dict[str, Propose] = {
     "hierarchical": hierarchical.propose,
@@ -71,6 +72,7 @@ SHARES_ABOVE = (0.25, 0.5, 0.75)  # of the way from there to the fastest plan
 MAX_POLICY_OPS = 1000  # above it revolve and DTR, whose work grows faster than the graph, start no orders
 RUNG_WORK = 20_000_000  # moves times ops for each
 MAX_RUNG_MOVES = 20_000
+LONG_WALK_OPS = 400  # above it two walks over orders share the moves of one
 ILP_SHARES = (0.6, 0.3)  # of the default plan's transient: budgets of the programs that seed the search
 MAX_ILP_CANDIDATES = 80  # above it other moves find as much in less time
 ILP_LIMITS = ilp.Limits(gap=0.01, max_nodes=20, max_seconds=10.0)
@@ -85,7 +87,7 @@ def solve(problem: Problem, budget_bytes: int | None) -> Plan:
 
 
 class Planner:
-    """Plans one problem for any number of budgets.
+    """Plans one problem for any number of budgets, in one thread at a time.
 
     Args:
         problem: what is planned.
@@ -112,7 +114,7 @@ class Planner:
         self._done: set[str] = set()
         self._stage, self._said_at = "", 0.0
         self._cuts: mincut.Sweeps | None = None
-        self._hierarchy: hierarchical.Hierarchy | None = None
+        self._hierarchies: dict[str, hierarchical.Hierarchy] = {}
 
     def solve(self, budget_bytes: int | None, *, solver: str = "auto") -> Plan:
         """The fastest known plan whose peak, static bytes included, is at most the budget (None: no limit).
@@ -129,7 +131,9 @@ class Planner:
             archive = self.judge.archive
         else:
             self._run(solver, budget_bytes)
-            archive = self.judge.by_solver.get(solver, Archive())
+            if not self.found_by(solver):  # too small a graph to checkpoint anything in
+                self.judge(self.simulator.default_saved, solver)
+            archive = self.judge.by_solver[solver]
         is_proven = self.problem.fused and "exhaustive" in self._done and not self.truncated and solver == "auto"
         proof = exhaustive.PROOF if is_proven else ""
         hint = "" if solver == "auto" else self._hint_of_other_solvers(budget_bytes, solver)
@@ -144,6 +148,10 @@ class Planner:
         """The frontier of what one solver has proposed so far, least peak first."""
         return self.judge.by_solver.get(solver, Archive()).frontier()
 
+    def finder_of(self, outcome: Outcome) -> str:
+        """The solver that proposed a plan of the frontier first."""
+        return next((entry.solver for entry in self.judge.archive.frontier() if entry.outcome == outcome), "found before")
+
     def add(self, saved: Iterable[int], solver_name: str) -> Outcome:
         """Simulate and archive a saved set from elsewhere (a plan file, a person)."""
         return self.judge(saved, solver_name)
@@ -154,7 +162,7 @@ class Planner:
 
     def hint(self, budget_bytes: int, least: Outcome) -> str:
         """What the least reachable peak consists of, and what would help."""
-        return hint_of(self.simulator, budget_bytes, least)
+        return (CUT_SHORT if self.truncated else "") + hint_of(self.simulator, budget_bytes, least)
 
     def _hint_of_other_solvers(self, budget_bytes: int | None, solver: str) -> str:
         found = " has a plan that fits." if self.judge.archive.best(budget_bytes) else " may find a smaller plan."
@@ -170,14 +178,13 @@ class Planner:
         if "search" in self._done:
             return
         self._done.add("search")
-        with _SafetyStop(self._max_seconds, self._stop) as safety:
+        with self._searching():
             for name in ("default", "stock"):
                 self._once(name, name, PROPOSERS[name](self.simulator))
             if exhaustive.applies(self.simulator):
                 self._once("exhaustive", "exhaustive", exhaustive.propose(self.simulator))
             elif not self._is_all_forward:
                 self._search_widely()
-        self._note(safety)
 
     def _search_widely(self) -> None:
         count = max(MIN_SEEDS, SEED_WORK // max(1, len(self.problem.ops)))
@@ -189,10 +196,14 @@ class Planner:
         self._once("mincut by rungs", "mincut", self._mincut_by_rungs())
         if len(self.simulator.candidates) <= MAX_ILP_CANDIDATES:
             self._once("ilp seeds", "ilp", self._ilp_seeds())
-        self._once("regions", "hierarchical", self._hierarchical(None))
+        self._once("regions", "hierarchical", self._by_regions("auto", None, guides=NUM_GUIDES))
         if not self._stop:
             self._say("polishing")
             polish(self.judge, self._stop)
+
+    def _by_regions(self, who: str, budget_bytes: int | None, *, guides: int) -> Iterator[Proposal]:
+        hierarchy = self._hierarchy_of(who, guides=guides)
+        yield from hierarchical.propose(self.simulator, budget_bytes=budget_bytes, hierarchy=hierarchy)
 
     def _sweeps(self) -> mincut.Sweeps:
         if self._cuts is None:
@@ -222,18 +233,17 @@ class Planner:
         stage = f"orders for {budget_bytes} bytes"
         if self.problem.fused or budget_bytes is None or budget_bytes <= self.problem.total_static_bytes or stage in self._done:
             return
-        with _SafetyStop(self._max_seconds, self._stop) as safety:
+        with self._searching():
             for name in ("revolve", "dtr"):
                 self._once(f"{name} for {budget_bytes} bytes", name, PROPOSERS[name](self.simulator, budget_bytes=budget_bytes))
             self._once(stage, "anneal", self._orders(budget_bytes))
-        self._note(safety)
 
     def _orders(self, budget_bytes: int) -> Iterator[Schedule]:
         """Walks from the best that is known; where only orders differ, from the given one as well, since the best may be a dead end."""
         starts = [self._start_of_orders(budget_bytes)]
         if self._is_all_forward:
             starts.append(anneal.schedule_of(self.simulator, self.simulator.default_saved))
-        moves = anneal.MAX_MOVES // len(starts)
+        moves = anneal.MAX_MOVES // (1 if len(self.problem.ops) <= LONG_WALK_OPS else len(starts))
         for start in starts:
             yield from anneal.orders(self.simulator, budget_bytes, start, self._stop, max_moves=moves)
 
@@ -255,7 +265,7 @@ class Planner:
         least, most = entries[0].outcome.peak_bytes - static, entries[-1].outcome.peak_bytes - static
         rungs_below = [least - 1, *(int(least * share) for share in SHARES_OF_LEAST)]  # the first: the most that no saved set fits
         rungs_above = [least + int((most - least) * share) for share in SHARES_ABOVE]
-        with _SafetyStop(self._max_seconds, self._stop) as safety:
+        with self._searching():
             for transient_bytes in sorted({*rungs_below, *rungs_above}, reverse=True):
                 budget_bytes = static + transient_bytes
                 for name in ("revolve", "dtr") if len(self.problem.ops) <= MAX_POLICY_OPS else ():
@@ -263,7 +273,6 @@ class Planner:
                 start = self._start_of_orders(budget_bytes)
                 proposed = anneal.orders(self.simulator, budget_bytes, start, self._stop, work=RUNG_WORK, max_moves=MAX_RUNG_MOVES)
                 self._once(f"orders for {budget_bytes} bytes", "anneal", proposed)
-        self._note(safety)
 
     def _start_of_orders(self, budget_bytes: int) -> Schedule:
         entry = self.judge.archive.best(budget_bytes) or self.judge.archive.least()
@@ -273,9 +282,9 @@ class Planner:
     def _run(self, name: str, budget_bytes: int | None) -> None:
         """Let one solver propose."""
         stage = f"{name} for {budget_bytes} bytes" if name in LOOK_AT_BUDGET else name
-        with _SafetyStop(self._max_seconds, self._stop) as safety:
+        with self._searching():
             if name == "hierarchical":
-                proposed: Iterator[Proposal] = self._hierarchical(budget_bytes)
+                proposed: Iterator[Proposal] = self._by_regions(name, budget_bytes, guides=0)
             elif name == "mincut":
                 proposed = self._mincut(budget_bytes)
             elif name == "ilp":
@@ -285,14 +294,25 @@ class Planner:
             else:
                 proposed = PROPOSERS[name](self.simulator, budget_bytes=budget_bytes)
             self._once(stage, name, proposed)
-        self._note(safety)
 
-    def _hierarchical(self, budget_bytes: int | None) -> Iterator[Proposal]:
-        if self._hierarchy is None and self.simulator.candidates:
+    def _hierarchy_of(self, who: str, *, guides: int) -> hierarchical.Hierarchy | None:
+        """The regions and options that one solver plans with: what is asked of one says nothing to another."""
+        if who not in self._hierarchies and self.simulator.candidates:
             entries = self.judge.archive.frontier()
-            guides = [entries[place * len(entries) // NUM_GUIDES].outcome.saved for place in range(NUM_GUIDES)]
-            self._hierarchy = hierarchical.Hierarchy(self.simulator, guides=list(dict.fromkeys(guides)), stop=self._stop)
-        yield from hierarchical.propose(self.simulator, budget_bytes=budget_bytes, hierarchy=self._hierarchy)
+            guiding = dict.fromkeys(entries[place * len(entries) // guides].outcome.saved for place in range(guides))
+            self._hierarchies[who] = hierarchical.Hierarchy(self.simulator, guides=list(guiding), stop=self._stop)
+        return self._hierarchies.get(who)
+
+    @contextmanager
+    def _searching(self) -> Iterator[None]:
+        """Within the safety stop. An error on the way, of a progress line perhaps, leaves half a search: plans from it say so."""
+        with _SafetyStop(self._max_seconds, self._stop) as safety:
+            try:
+                yield
+            except Exception:
+                self.truncated = True
+                raise
+        self._note(safety)
 
     def _once(self, stage: str, solver: str, proposed: Iterator[Proposal]) -> None:
         if stage in self._done or self._stop:
@@ -346,9 +366,9 @@ class _SafetyStop:
         self._is_collecting = gc.isenabled()
 
     def __enter__(self) -> _SafetyStop:
-        gc.disable()
         self._stop.clear()
         self._timer.start()
+        gc.disable()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:

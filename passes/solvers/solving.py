@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from dyngran.passes.archive import Archive, Judge, Proposal
-from dyngran.passes.bounds import Bound, lower_bound
+from dyngran.passes.bounds import Bound, bound_of
 from dyngran.passes.decide import decide
 from dyngran.passes.errors import BudgetTooSmall, format_bytes
 from dyngran.passes.plan import Plan
@@ -14,6 +14,7 @@ from dyngran.passes.schedule import timeline_of
 from dyngran.passes.simulate import Outcome, Simulator
 
 Propose = Callable[..., Iterator[Proposal]]
+CUT_SHORT = "The search was cut short: a longer one may find a smaller plan. "  # what a refusal after such a search begins its hint with
 
 
 def solve_with(propose: Propose, name: str, problem: Problem, budget_bytes: int | None) -> Plan:
@@ -24,6 +25,8 @@ def solve_with(propose: Propose, name: str, problem: Problem, budget_bytes: int 
     judge = Judge(Simulator(problem))
     for proposal in propose(judge.simulator, budget_bytes=budget_bytes):
         judge.judge_any(proposal, name)
+    if judge.archive.least() is None:  # too small a graph to checkpoint anything in
+        judge(judge.simulator.default_saved, name)
     return plan_from(judge, judge.archive, budget_bytes, solver=name)
 
 
@@ -37,15 +40,12 @@ def plan_from(
     entry = archive.best(budget_bytes)
     if entry is None:
         assert budget_bytes is not None
-        raise too_small(judge, archive, budget_bytes, hint=hint)
+        raise too_small(judge, archive, budget_bytes, hint=hint, truncated=truncated)
     fastest = judge.archive.best(None)
     assert fastest is not None
     outcome = entry.outcome
-    bound = lower_bound(judge.simulator.problem, budget_bytes)
-    if proof and outcome.schedule is None:
-        bound = Bound(outcome.time_us, proof)
-    elif bound.time_us >= outcome.time_us * (1 - 1e-9):
-        bound = Bound(outcome.time_us, "exact: equal to the relaxation's bound")
+    is_proven = bool(proof) and outcome.schedule is None
+    bound = Bound(outcome.time_us, proof) if is_proven else bound_of(judge.simulator.problem, outcome.time_us, budget_bytes)
     return decide(
         judge.simulator,
         outcome,
@@ -57,8 +57,8 @@ def plan_from(
     )
 
 
-def too_small(judge: Judge, archive: Archive, budget_bytes: int, *, hint: str = "") -> BudgetTooSmall:
-    """The refusal: the least peak of the archive, and what is live there."""
+def too_small(judge: Judge, archive: Archive, budget_bytes: int, *, hint: str = "", truncated: bool = False) -> BudgetTooSmall:
+    """The refusal: the least peak of the archive, and what is live there; ``truncated``: of a search that was cut short."""
     least = archive.least() or judge.archive.least()
     assert least is not None
     values = judge.simulator.problem.values
@@ -67,7 +67,7 @@ def too_small(judge: Judge, archive: Archive, budget_bytes: int, *, hint: str = 
         budget_bytes=budget_bytes,
         least_peak_bytes=least.outcome.peak_bytes,
         pinned=tuple(pinned[:8]),
-        hint=hint or hint_of(judge.simulator, budget_bytes, least.outcome),
+        hint=(CUT_SHORT if truncated else "") + (hint or hint_of(judge.simulator, budget_bytes, least.outcome)),
     )
 
 
