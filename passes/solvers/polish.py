@@ -18,7 +18,8 @@ from dyngran.passes.solvers.anneal import walk_settings
 
 NAME = "polish"
 NUM_RUNGS = 40
-WORK = 25_000_000  # op visits of all walks together
+WORK, WORK_IF_LARGE = 40_000_000, 25_000_000  # op visits of all walks together
+LARGE = 5000  # ops: above it a visit takes longer, and planning is to stay short
 MAX_EVALUATIONS = 400  # per walk, or one for each op if those are fewer
 THRESHOLDS = (5e-5, 0.0)  # of the step, one sweep over the ladder each
 LOWER = 0.98  # the lowest rungs ask for less than the least peak known
@@ -43,7 +44,8 @@ def polish(judge: Judge, stop: Stop) -> None:
         return
     for sweep, threshold in enumerate(THRESHOLDS):
         budgets = rungs(judge)
-        count = min(MAX_EVALUATIONS, len(problem.ops), WORK // len(THRESHOLDS) // len(budgets) // max(1, len(problem.ops)))
+        work = WORK if len(problem.ops) <= LARGE else WORK_IF_LARGE
+        count = min(MAX_EVALUATIONS, len(problem.ops), work // len(THRESHOLDS) // len(budgets) // max(1, len(problem.ops)))
         starts = [_start(judge, budget_bytes) for budget_bytes in budgets]
 
         walks = [
