@@ -94,7 +94,7 @@ def _header(document: PlanDocument) -> Table:
         "budget": _budget(plan),
         "predicted peak": f"{format_bytes(plan.peak_bytes)}, of which static {format_bytes(plan.static_bytes)}",
         "saved for backward": f"{format_bytes(plan.saved_bytes)} in {len(plan.saved)} values",
-        "predicted time": f"{format_us(plan.time_us)}, of which {format_us(plan.overhead_us)} beyond the fastest known plan",
+        "predicted time": f"{format_us(plan.time_us)}, of which {format_us(plan.overhead_us)} beyond the fastest plan known for any budget",
         "recompute": f"{format_us(plan.recompute_us)} in {plan.num_recomputed} ops",
         "solver": plan.solver + (" (truncated: a safety stop cut the search short)" if plan.truncated else ""),
         "order": plan.order,

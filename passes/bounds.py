@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from dyngran.passes.problem import Kind, Problem, Side
 
 RELAXATION = "relaxation: every op once, saved bytes within the budget at the end of forward (fractional)"
-
 EQUAL = "exact: equal to the relaxation's bound"
 
 

@@ -16,8 +16,9 @@ from problems import Builder, chain, conv_net, densenet, encoder_decoder, layere
 from dyngran.passes.local import LocalProblem
 from dyngran.passes.native.graph import NativeSearch
 from dyngran.passes.problem import Kind, Problem, Side
-from dyngran.passes.regions import find_crossings, find_separators
+from dyngran.passes.regions import far_values, find_crossings, find_separators, nested_boundaries, region_numbers
 from dyngran.passes.simulate import Simulator, free_transient
+from dyngran.passes.solvers import hierarchical
 from dyngran.passes.solvers.hierarchical import Hierarchy, propose
 
 SLOW = [HealthCheck.too_slow]
@@ -198,3 +199,58 @@ def test_a_local_problem_is_replayed_as_a_naive_replay_does(name: str) -> None:
             assert (found.peak_bytes, round(found.time_us, 6)) == (truth.peak_bytes, truth.time_us)
             assert found.num_recomputed == truth.num_recomputed
             assert max(found.forward_peak_bytes, found.backward_peak_bytes) == found.peak_bytes
+
+
+def skipping_chain(length: int) -> Problem:
+    """A chain of wide and narrow values; each of the first half is read again by its mirror image, as the skips of a U-Net are."""
+    build = Builder()
+    current, tape, skips = build.given(8, Kind.INPUT), [], []
+    for place in range(length):
+        reads = [current] if place < length // 2 else [current, skips.pop()]
+        wide = build.op(reads, 64)
+        current = build.op([wide], 8)
+        tape.append((current, reads))
+        if place < length // 2:
+            skips.append(build.op([current], 64, target="skip", cost_us=0.1))
+    build.outputs.add(current)
+    gradient = build.given(8, Kind.TANGENT)
+    for made, reads in reversed(tape):
+        gradient = build.op([gradient, made, *reads], 8, side=Side.BACKWARD)
+    build.gradients.add(gradient)
+    return build.build()
+
+
+def test_a_graph_whose_skips_pass_everywhere_is_cut_where_little_crosses_besides_them() -> None:
+    problem = skipping_chain(24)
+    crossings = find_crossings(problem)
+    assert len(find_separators(crossings)) <= 2
+    boundaries = nested_boundaries(problem, crossings, (), 45)
+    assert len(boundaries) >= 12
+    far = far_values(problem, region_numbers(problem, boundaries, crossings))
+    assert {value for op in problem.ops if op.target == "skip" for value in op.writes} & far
+    besides = [sum(problem.values[value].size_bytes for value in crossings.at(boundary) - far) for boundary in boundaries]
+    assert sorted(besides)[len(besides) // 2] <= 8
+
+
+def test_only_large_regions_are_cut_again() -> None:
+    problem = skipping_chain(24)
+    crossings = find_crossings(problem)
+    middle = (len(crossings.ops) // 2, len(crossings.ops) - 3)
+    assert nested_boundaries(problem, crossings, middle, len(crossings.ops)) == middle
+    assert set(nested_boundaries(problem, crossings, middle, 10)) > set(middle)
+
+
+def test_a_budget_may_be_answered_without_values_from_far_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = skipping_chain(24)
+    simulator = Simulator(problem)
+    free = free_transient(simulator)
+    fastest: dict[int, list[float]] = {}
+    for max_drops in (0, 4):
+        monkeypatch.setattr(hierarchical, "MAX_DROPS", max_drops)
+        hierarchy = Hierarchy(simulator)
+        for share in (0.9, 0.8, 0.7, 0.6, 0.5):
+            outcomes = [simulator.native.evaluate(mask)[1] for mask in hierarchy.plans(int(share * free))]
+            times = [one.time_us for one in outcomes if one.peak_bytes <= share * free]
+            fastest.setdefault(max_drops, []).append(min(times, default=float("inf")))
+    assert all(with_drops <= without for with_drops, without in zip(fastest[4], fastest[0], strict=True))
+    assert fastest[4] != fastest[0], fastest

@@ -306,12 +306,13 @@ class Planner:
     @contextmanager
     def _searching(self) -> Iterator[None]:
         """Within the safety stop. An error on the way, of a progress line perhaps, leaves half a search: plans from it say so."""
-        with _SafetyStop(self._max_seconds, self._stop) as safety:
-            try:
+        is_whole = False
+        try:
+            with _SafetyStop(self._max_seconds, self._stop) as safety:
                 yield
-            except Exception:
-                self.truncated = True
-                raise
+            is_whole = True
+        finally:
+            self.truncated |= not is_whole
         self._note(safety)
 
     def _once(self, stage: str, solver: str, proposed: Iterator[Proposal]) -> None:
