@@ -17,7 +17,8 @@ setup(
             [str(path) for path in SOURCES],
             depends=[str(path) for path in HEADERS],
             define_macros=[("DYNGRAN_NATIVE_VERSION", f"{crc32(CONTENT)}u")],
-            extra_compile_args=["-std=c++17", "-O2", "-ffp-contract=off"],  # no fused multiply-add: plans are the same on every machine
+            # No fused multiply-add: plans are the same on every machine. Hidden symbols can be inlined.
+            extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-ffp-contract=off"],
             language="c++",
         )
     ]

@@ -27,7 +27,8 @@ def improve(planner: Planner, budget_bytes: int, num_plans: int) -> None:
         count = num_plans // len(THRESHOLDS)
         settings = walk_settings(simulator, budget_bytes, threshold=threshold, num_evaluations=count, seed=1000 + seed)
         search = NativeSearch(simulator.native_graph)
-        judge.take(search, search.walk(simulator.native.mask(entry.outcome.saved), classes, settings, Stop()), NAME)
+        num_evaluations = search.walk(simulator.native.mask(entry.outcome.saved), classes, settings, Stop())
+        judge.take(search.take(), num_evaluations, NAME)
     if not planner.problem.fused:
         entry = judge.archive.best(budget_bytes) or judge.archive.least()
         assert entry is not None

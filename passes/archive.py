@@ -9,10 +9,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from dyngran.passes.native.graph import NativeOutcome, NativeSearch
+from dyngran.passes.native.graph import NativeOutcome
 from dyngran.passes.plan import Schedule
-from dyngran.passes.schedule import replay_schedule, with_sources
-from dyngran.passes.simulate import Outcome, Simulator
+from dyngran.passes.schedule import replay_schedule, timeline_of, with_sources
+from dyngran.passes.simulate import Outcome, Simulator, Timeline
 
 Proposal = frozenset[int] | bytes | Schedule  # what a solver proposes: values to save, as a set or a mask, or the order of every op
 Accepts = Callable[[Schedule], Schedule | None]  # a schedule as it can run, mended if need be; None if it cannot
@@ -86,6 +86,7 @@ class Judge:
         self.by_solver: dict[str, Archive] = {}
         self.num_evaluations = 0
         self._known: dict[bytes, Outcome] = {}
+        self._drawn: tuple[Outcome, Timeline] | None = None
 
     def __call__(self, saved: Iterable[int], solver: str) -> Outcome:
         native = self.simulator.native
@@ -122,6 +123,12 @@ class Judge:
         self._keep(outcome, solver)
         return outcome
 
+    def timeline(self, outcome: Outcome) -> Timeline:
+        """The curve of what an outcome's plan runs; that of the last one is kept, since refusals ask for the same one again."""
+        if self._drawn is None or self._drawn[0] is not outcome:
+            self._drawn = outcome, timeline_of(self.simulator, outcome)
+        return self._drawn[1]
+
     def judge_any(self, proposal: Proposal, solver: str) -> None:
         """Simulate what a solver proposes, and archive it if it is on a frontier."""
         if isinstance(proposal, Schedule):
@@ -132,10 +139,10 @@ class Judge:
         self._count(1)
         self._offer(crossing, found, solver)
 
-    def take(self, search: NativeSearch, num_evaluations: int, solver: str) -> None:
+    def take(self, plans: Iterable[tuple[bytes, NativeOutcome]], num_evaluations: int, solver: str) -> None:
         """Archive what a native walk of ``num_evaluations`` plans has found."""
         self._count(num_evaluations)
-        for crossing, found in search.take():
+        for crossing, found in plans:
             self._offer(crossing, found, solver)
 
     def _offer(self, crossing: bytes, found: NativeOutcome, solver: str) -> None:

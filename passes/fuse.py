@@ -80,7 +80,8 @@ class _Fuser:
             for read in ops[index].reads:
                 self._readers.setdefault(read, []).append(index)
             for write in ops[index].writes:
-                self._depth[write] = depth if ops[index].fusible else depth + 1
+                if write not in self._available:
+                    self._depth[write] = depth if ops[index].fusible else depth + 1
         kernels = []
         for index in self._schedule:
             op = ops[index]

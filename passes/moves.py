@@ -11,6 +11,8 @@ from dyngran.passes.classes import value_classes
 from dyngran.passes.native.graph import Stop
 from dyngran.passes.problem import Problem
 
+LARGE = 8000  # ops: above it planning looks at less, to stay short
+
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 

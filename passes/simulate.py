@@ -19,12 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 from dyngran.passes.fuse import Kernel, fuse
 from dyngran.passes.native.graph import NativeGraph, NativeOutcome, NativeSearch
 from dyngran.passes.plan import Schedule
 from dyngran.passes.problem import Kind, Problem, Side
+from dyngran.passes.regions import Crossings, find_crossings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +121,11 @@ class Simulator:
             if not self._pinned[self._producer[value]]:
                 stack.extend(self._reads[self._producer[value]])
         return tuple(sorted(seen))
+
+    @cached_property
+    def crossings(self) -> Crossings:
+        """What crosses each boundary between forward ops."""
+        return find_crossings(self.problem)
 
     @property
     def default_saved(self) -> frozenset[int]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from problems import Builder, chain, problems, transformer
 
 from dyngran.passes.carry import with_carried
+from dyngran.passes.native.graph import NativeGraph, NativeOutcome, NativeSearch
 from dyngran.passes.problem import Kind, Op, Problem, Side, Value
 from dyngran.passes.simulate import Simulator
 
@@ -31,6 +32,54 @@ def test_the_native_replay_equals_the_timeline(problem: Problem, data: st.DataOb
     assert outcome.peak_bytes - problem.total_static_bytes == max(timeline.live_bytes, default=0)
     assert outcome.time_us == pytest.approx(timeline.time_us, abs=1e-5)
     assert outcome.recompute_us == pytest.approx(timeline.recompute_us, abs=1e-5)
+
+
+def plans_in_a_row(simulator: Simulator, data: st.DataObject) -> list[frozenset[int]]:
+    """Plans most of which differ little from the one before."""
+    plans = [simulator.default_saved]
+    for _ in range(10):
+        changed = any_saved(data, simulator) if data.draw(st.integers(0, 4)) == 0 else frozenset(list(any_saved(data, simulator))[:2])
+        plans.append(plans[-1] ^ changed)
+    return plans
+
+
+COMPARED = [name for name, _ in NativeOutcome._fields_ if name != "work"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(problem=problems(), segment_ops=st.integers(1, 6), data=st.data())
+def test_what_is_replayed_from_the_plan_before_equals_a_replay_of_the_whole(
+    problem: Problem, segment_ops: int, data: st.DataObject
+) -> None:
+    simulator = Simulator(problem)
+    graph = NativeGraph(problem, segment_ops=segment_ops)
+    moving = NativeSearch(graph)
+    for saved in plans_in_a_row(simulator, data):
+        fresh, mask = NativeSearch(graph), moving.mask(saved)
+        (crossing, outcome), (fresh_crossing, fresh_outcome) = moving.evaluate(mask), fresh.evaluate(mask)
+        assert crossing == fresh_crossing
+        assert [getattr(outcome, name) for name in COMPARED] == [getattr(fresh_outcome, name) for name in COMPARED]
+        timeline = simulator.timeline(saved)
+        assert moving.curve(mask).live_bytes == timeline.live_bytes
+        assert outcome.time_us == pytest.approx(timeline.time_us, abs=1e-5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_of_a_long_graph_little_is_replayed_for_a_small_change(fused: bool) -> None:
+    problem = transformer(40, fused=fused)
+    simulator = Simulator(problem)
+    moving = NativeSearch(simulator.native_graph)
+    saved, rng = simulator.default_saved, Random(0)
+    _, whole = moving.evaluate(moving.mask(saved))
+    work = 0
+    for _ in range(50):
+        saved = saved ^ {rng.choice(simulator.candidates)}
+        mask = moving.mask(saved)
+        _, outcome = moving.evaluate(mask)
+        _, fresh = NativeSearch(simulator.native_graph).evaluate(mask)
+        assert [getattr(outcome, name) for name in COMPARED] == [getattr(fresh, name) for name in COMPARED]
+        work += outcome.work
+    assert work < 50 * whole.work / 4
 
 
 def residual_stream(num_layers: int) -> tuple[Problem, list[int], list[int]]:

@@ -13,6 +13,15 @@ Rows make_rows(int num_rows, const int32_t* starts, const int32_t* items) {
   return {{starts, starts + num_rows + 1}, {items, items + starts[num_rows]}};
 }
 
+Rows as_rows(const std::vector<std::vector<int32_t>>& found) {
+  Rows rows{{0}, {}};
+  for (const auto& row : found) {
+    rows.items.insert(rows.items.end(), row.begin(), row.end());
+    rows.starts.push_back(int32_t(rows.items.size()));
+  }
+  return rows;
+}
+
 Rows find_neighbours(const Graph& graph) {
   std::vector<std::vector<int32_t>> found(graph.num_values);
   for (int op = 0; op < graph.num_ops; ++op) {
@@ -25,20 +34,24 @@ Rows find_neighbours(const Graph& graph) {
       }
     }
   }
-  Rows rows{{0}, {}};
-  for (const auto& row : found) {
-    rows.items.insert(rows.items.end(), row.begin(), row.end());
-    rows.starts.push_back(int32_t(rows.items.size()));
-  }
-  return rows;
+  return as_rows(found);
+}
+
+Rows find_readers(const Graph& graph) {
+  std::vector<std::vector<int32_t>> found(graph.num_values);
+  for (int op = 0; op < graph.num_ops; ++op)
+    for (auto read = graph.reads.begin(op); read != graph.reads.end(op); ++read)
+      if (found[*read].empty() || found[*read].back() != op) found[*read].push_back(op);
+  return as_rows(found);
 }
 
 }  // namespace
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 struct GraphArrays {  // as passes/native/graph.py fills it
-  int32_t num_values, num_ops, num_spaces, fused;
+  int32_t num_values, num_ops, num_spaces, fused, segment_ops;
   double launch_us, bytes_per_us;
   const int32_t *read_starts, *reads, *write_starts, *writes, *need_starts, *needs;
   const int64_t *live, *full, *workspace, *rerun_workspace;
@@ -57,6 +70,7 @@ Graph* dyngran_graph_new(const GraphArrays* from) {
   const int num_values = graph->num_values = from->num_values, num_ops = graph->num_ops = from->num_ops;
   graph->num_spaces = from->num_spaces;
   graph->fused = from->fused;
+  graph->segment_ops = from->segment_ops;
   graph->launch_us = from->launch_us;
   graph->bytes_per_us = from->bytes_per_us;
   graph->reads = make_rows(num_ops, from->read_starts, from->reads);
@@ -93,13 +107,9 @@ Graph* dyngran_graph_new(const GraphArrays* from) {
   }
   graph->wanted.assign(from->wanted, from->wanted + from->num_wanted);
   graph->late_wanted.assign(from->late_wanted, from->late_wanted + from->num_late_wanted);
+  graph->readers = find_readers(*graph);
   graph->neighbours = find_neighbours(*graph);
-  std::vector<int32_t> made_in(num_values), base(num_values);
-  graph->forward_state.assign(num_values, 0);
-  graph->forward_nests.assign(num_ops, 0);
   graph->node_count = count_nodes(*graph);
-  Nests nests(num_ops);
-  find_groups(*graph, graph->forward_ops, made_in, base, graph->forward_state, graph->forward_nests, nests);
   return graph;
 }
 
@@ -111,38 +121,30 @@ void dyngran_search_free(Search* search) { delete search; }
 
 // Fills `crossing` (one byte per value) and `outcome` for the values marked in `wished`.
 void dyngran_evaluate(Search* search, const uint8_t* wished, uint8_t* crossing, Outcome* outcome) {
-  *outcome = evaluate(search->graph, search->scratch, wished);
-  std::memcpy(crossing, search->scratch.crossing.data(), size_t(search->graph.num_values));
+  *outcome = search->replay().move_to(search->normalizer.normalize(wished));
+  std::memcpy(crossing, search->replay().crossing().data(), size_t(search->graph.num_values));
 }
 
 void dyngran_normalize(Search* search, const uint8_t* wished, uint8_t* crossing) {
-  normalize(search->graph, search->scratch, wished);
-  std::memcpy(crossing, search->scratch.crossing.data(), size_t(search->graph.num_values));
+  std::memcpy(crossing, search->normalizer.normalize(wished).data(), size_t(search->graph.num_values));
 }
 
 // Op and bytes live per kernel of what was evaluated last; both have Outcome.num_kernels places.
-void dyngran_curve(const Search* search, int32_t* ops, int64_t* live_bytes) {
-  const Scratch& scratch = search->scratch;
-  int64_t live = 0;
-  for (size_t position = 0; position < scratch.kernel_ops.size(); ++position) {
-    live += scratch.change[position];
-    ops[position] = scratch.kernel_ops[position];
-    live_bytes[position] = live + scratch.extra[position];
-  }
+void dyngran_curve(Search* search, int32_t* ops, int64_t* live_bytes) {
+  std::vector<int32_t> found_ops;
+  std::vector<int64_t> found_bytes;
+  search->replay().curve(found_ops, found_bytes);
+  std::copy(found_ops.begin(), found_ops.end(), ops);
+  std::copy(found_bytes.begin(), found_bytes.end(), live_bytes);
 }
 
 // Most bytes live in each region, of what was evaluated last. `forward_place` and `backward_place` are the region of each op, -1 where it
 // says nothing: such a kernel belongs to the one before it in forward, to the next one in backward (it is made for that one).
-void dyngran_region_peaks(const Search* search, int32_t num_forward, const int32_t* forward_place, const int32_t* backward_place,
+void dyngran_region_peaks(Search* search, int32_t num_forward, const int32_t* forward_place, const int32_t* backward_place,
                           int64_t* forward_peaks, int64_t* backward_peaks) {
-  const Scratch& scratch = search->scratch;
-  const auto& ops = scratch.kernel_ops;
-  std::vector<int64_t> live(ops.size());
-  int64_t held = 0;
-  for (size_t position = 0; position < ops.size(); ++position) {
-    held += scratch.change[position];
-    live[position] = held + scratch.extra[position];
-  }
+  std::vector<int32_t> ops;
+  std::vector<int64_t> live;
+  search->replay().curve(ops, live);
   const auto note = [&](size_t position, const int32_t* place, int32_t& region, int64_t* peaks) {
     if (place[ops[position]] >= 0) region = place[ops[position]];
     peaks[region] = std::max(peaks[region], live[position]);
@@ -186,3 +188,4 @@ double dyngran_choose(int32_t num_regions, int32_t num_options, const PathOption
   return choose(num_regions, num_options, options, forward_extra, backward_extra, budget_bytes, num_bins, chosen);
 }
 }
+#pragma GCC visibility pop

@@ -12,12 +12,13 @@ from typing import Any
 from dyngran.passes.native import library
 from dyngran.passes.problem import Kind, Problem, Side
 
-MAX_VISITS = 8  # ops and operands per op and evaluation that a walk expects at most: a graph that needs more (wide fan-out) gets fewer
+SEGMENT_OPS = 16  # that are replayed together, more in large graphs
+MAX_VISITS = 8  # op visits per op and evaluation that a walk expects at most: a graph that needs more (wide fan-out) gets fewer
 
 
 class _GraphArrays(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("num_values", "num_ops", "num_spaces", "fused")),
+        *((name, ctypes.c_int32) for name in ("num_values", "num_ops", "num_spaces", "fused", "segment_ops")),
         *((name, ctypes.c_double) for name in ("launch_us", "bytes_per_us")),
         *((name, ctypes.c_void_p) for name in ("read_starts", "reads", "write_starts", "writes", "need_starts", "needs")),
         *((name, ctypes.c_void_p) for name in ("live", "full", "workspace", "rerun_workspace", "cost")),
@@ -69,6 +70,8 @@ class Walk:
             collects options (no other is better in saved bytes, peak and time) instead of the frontier of peak and time.
         first_threshold_us: by how much a plan may be worse than the last one to be accepted at first; it falls to zero.
         num_evaluations: plans to evaluate at most; seed: of the moves.
+        num_visits: op visits to spend at most; a plan near the last one costs a few of them. None: what so many plans cost if each is
+            replayed whole.
     """
 
     budget_bytes: int
@@ -78,6 +81,7 @@ class Walk:
     seed: int = 0
     saved_us_per_byte: float = 0.0
     peak_us_per_byte: float = 0.0
+    num_visits: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +122,13 @@ class Stop:
 
 
 class NativeGraph:
-    """The arrays of one problem on the native side. ``live_bytes`` replaces what each value counts in the timeline (else its size,
-    static values nothing)."""
+    """The arrays of one problem on the native side.
 
-    def __init__(self, problem: Problem, *, live_bytes: Sequence[int] | None = None) -> None:
+    ``live_bytes`` replaces what each value counts in the timeline (else its size, static values nothing). ``segment_ops`` changes how
+    much is replayed again for a small change, never what comes out.
+    """
+
+    def __init__(self, problem: Problem, *, live_bytes: Sequence[int] | None = None, segment_ops: int = SEGMENT_OPS) -> None:
         values, ops = problem.values, problem.ops
         late = {value.index for value in values if value.kind is Kind.TANGENT}
         for op in ops:
@@ -139,11 +146,13 @@ class NativeGraph:
         writes = self._rows([op.writes for op in ops])
         needs = self._rows([[read for read in op.reads if not given[read] and read not in late] for op in ops])
         self.num_values, self.num_ops = len(values), len(ops)
+        self.numbers = tuple(range(len(values)))  # the same objects in every set of values
         arrays = _GraphArrays(
             len(values),
             len(ops),
             (len(spaces) + 1) | 1,  # odd: the native side spreads (depth times this, plus space) over a table of a power of two
             problem.fused,
+            segment_ops,
             problem.launch_us,
             problem.bytes_per_us,
             *reads,
@@ -220,7 +229,12 @@ class NativeSearch:
         return bytes(mask)
 
     def members(self, mask: bytes) -> frozenset[int]:
-        return frozenset(compress(range(self._num_values), mask))
+        return frozenset(compress(self._graph.numbers, mask))
+
+    def differing(self, one: bytes, other: bytes) -> list[int]:
+        """Values that are in one of two sets only."""
+        difference = int.from_bytes(one, "little") ^ int.from_bytes(other, "little")
+        return list(compress(self._graph.numbers, difference.to_bytes(self._num_values, "little")))
 
     def normalize(self, wished: bytes) -> bytes:
         """What really crosses of a wished mask."""
@@ -255,7 +269,8 @@ class NativeSearch:
             starts.append(starts[-1] + len(row))
         items = array("i", chain.from_iterable(classes))
         given = {field[0]: getattr(settings, field[0]) for field in _Settings._fields_ if field[0] != "max_work"}
-        native_settings = _Settings(**given, max_work=MAX_VISITS * settings.num_evaluations * max(1, self._graph.num_ops))
+        num_visits = settings.num_visits or MAX_VISITS * settings.num_evaluations * max(1, self._graph.num_ops)
+        native_settings = _Settings(**given, max_work=num_visits)
         start_at, items_at = starts.buffer_info()[0], items.buffer_info()[0]
         native = library()
         native.dyngran_walk.restype = ctypes.c_int64

@@ -1,374 +1,285 @@
-// Peak and time of one saved set: forward then backward, folded into kernels by the rules of passes/fuse.py and passes/simulate.py,
-// which are the readable truth; tests/test_simulate.py holds both equal.
-#include <algorithm>
+#include "replay.h"
 
-#include "graph.h"
+#include <algorithm>
+#include <cstring>
 
 namespace dyngran {
 namespace {
 
-constexpr int kMaxInlineReads = 4, kMaxAccumulatedReads = 8, kMaxNodesApart = 64;  // as in passes/fuse.py
-constexpr int kOutside = 1, kElsewhere = 2, kReader = 4;      // read by an external kernel, by another loop nest; one unit per reader
+constexpr int kMaxSegments = 256;
 
-void bring(const Graph& g, Scratch& s, const int32_t* begin, const int32_t* end) {
-  s.missing.clear();
-  s.stack.clear();
-  for (auto p = begin; p != end; ++p)
-    if (!s.available[*p]) s.stack.push_back(*p);
-  while (!s.stack.empty()) {
-    const int op = g.producer[s.stack.back()];
-    s.stack.pop_back();
-    if (s.queued[op]) continue;
-    s.queued[op] = 1;
-    s.missing.push_back(op);
-    for (auto p = g.reads.begin(op); p != g.reads.end(op); ++p)
-      if (!s.available[*p]) s.stack.push_back(*p);
-  }
-  std::sort(s.missing.begin(), s.missing.end());
-  for (const int op : s.missing) {
-    s.queued[op] = 0;
-    s.backward.push_back(op);
-    if (s.ran[op]) s.again[op] = 1;
-    for (auto p = g.writes.begin(op); p != g.writes.end(op); ++p) s.available[*p] = 1;
-  }
-}
+int num_early_ops(const Graph& g) { return g.num_ops - int(g.backward_ops.size()); }
 
-void make_schedule(const Graph& g, Scratch& s) {
-  s.ran = g.early_ran;
-  s.stack.clear();
-  s.is_plain = true;
-  for (int value = 0; value < g.num_values; ++value)
-    if (s.crossing[value]) s.stack.push_back(g.producer[value]);
-  while (!s.stack.empty()) {
-    const int op = s.stack.back();
-    s.stack.pop_back();
-    if (s.ran[op]) continue;
-    s.ran[op] = 1;
-    s.is_plain = false;
-    for (auto p = g.reads.begin(op); p != g.reads.end(op); ++p)
-      if (g.producer[*p] >= 0) s.stack.push_back(g.producer[*p]);
-  }
-  if (!s.is_plain) {
-    s.forward.clear();
-    for (int op = 0; op < g.num_ops; ++op)
-      if (s.ran[op]) s.forward.push_back(op);
-  }
-  for (int value = 0; value < g.num_values; ++value) s.available[value] = g.given[value] | s.crossing[value] | g.late[value];
-  std::fill(s.again.begin(), s.again.end(), 0);
-  s.backward.clear();
-  for (const int op : g.backward_ops) {
-    for (auto p = g.needs.begin(op); p != g.needs.end(op); ++p) {
-      if (!s.available[*p]) {
-        bring(g, s, g.needs.begin(op), g.needs.end(op));
-        break;
-      }
-    }
-    s.backward.push_back(op);
-  }
-  bring(g, s, g.late_wanted.data(), g.late_wanted.data() + g.late_wanted.size());
-}
+int num_segments(const Graph& g, int num_ops) { return std::max(1, std::min(kMaxSegments, num_ops / g.segment_ops)); }
 
-// What an op reads from memory once its operands are inlined, without repetition.
-Span merge_sources(const Graph& g, Scratch& s, int op) {
-  const auto begin = g.reads.begin(op), end = g.reads.end(op);
-  const int32_t start = int32_t(s.arena.size());
-  if (end - begin == 1) {
-    const Span only = s.source[*begin];
-    if (only.start >= 0) return only;
-    s.arena.push_back(*begin);
-    return {start, 1};
-  }
-  const int stamp = ++s.stamp;
-  const auto add = [&](int value) {
-    if (s.mark[value] != stamp) {
-      s.mark[value] = stamp;
-      s.arena.push_back(value);
-    }
-  };
-  for (auto p = begin; p != end; ++p) {
-    const Span span = s.source[*p];
-    if (span.start < 0) {
-      add(*p);
-    } else {
-      for (int i = 0; i < span.length; ++i) add(s.arena[span.start + i]);
-    }
-  }
-  return {start, int32_t(s.arena.size()) - start};
-}
-
-template <class Held, class Available>
-class Side {
- public:
-  Side(const Graph& g, Scratch& s, bool is_backward, Held held, Available available)
-      : g_(g), s_(s), is_backward_(is_backward), held_(held), available_(available) {}
-
-  // Appends the kernels of one schedule, folded.
-  void fold(const std::vector<int32_t>& schedule, const int32_t* state, const int32_t* nest_of, double& time_us, double& recompute_us) {
-    for (int value = 0; value < g_.num_values; ++value) s_.source[value] = {-1, 1};  // alone
-    std::fill(s_.loaded.begin(), s_.loaded.end(), -1);
-    ++s_.epoch;
-    for (const int op : schedule) {
-      const bool again = is_backward_ && s_.again[op];
-      const double cost = g_.fused && g_.fusible[op] ? loop(op, state, nest_of) : external(op);
-      if (cost < 0) continue;  // no kernel of its own
-      time_us += cost;
-      if (again) recompute_us += cost;
-      s_.extra.push_back(again ? g_.rerun_workspace[op] : g_.workspace[op]);
-      s_.kernel_ops.push_back(op);
-    }
-  }
-
- private:
-  double external(int op) {
-    const int position = int(s_.change.size());
-    int64_t born = 0;
-    for (auto p = g_.writes.begin(op); p != g_.writes.end(op); ++p) {
-      if (available_(*p)) {  // a sibling result: the saved copy is the one that is read
-        if (!g_.fused) {
-          born += g_.live[*p];
-          s_.deaths.push_back({position, g_.live[*p]});
-        }
-        continue;
-      }
-      born += g_.live[*p];
-      s_.written.push_back(*p);
-      s_.last[*p] = position;
-    }
-    for (auto p = g_.reads.begin(op); p != g_.reads.end(op); ++p) s_.last[*p] = position;
-    s_.change.push_back(born);
-    return g_.cost[op];
-  }
-
-  bool is_inlined(int op, int value, int num_sources, int flags) const {
-    if (held_(value) || (flags & kOutside)) return false;
-    if (!(flags & kElsewhere)) return true;
-    return !g_.reduction[op] && num_sources <= (flags >= 2 * kReader ? kMaxInlineReads : kMaxAccumulatedReads);
-  }
-
-  double loop(int op, const int32_t* state, const int32_t* nest_of) {
-    const int position = int(s_.change.size());
-    const Span sources = merge_sources(g_, s_, op);
-    int64_t born = 0, num_bytes = 0;
-    bool is_kernel = false;
-    for (auto p = g_.writes.begin(op); p != g_.writes.end(op); ++p) {
-      const int value = *p;
-      if (available_(value)) continue;
-      if (is_inlined(op, value, sources.length, state[value])) {
-        s_.source[value] = sources;
-        continue;
-      }
-      is_kernel = true;
-      born += g_.live[value];
-      num_bytes += g_.full[value];
-      s_.written.push_back(value);
-      s_.last[value] = position;
-      if (g_.live[value] && !g_.reduction[op]) s_.in_place.push_back({position, sources.start, sources.length, value});
-    }
-    if (!is_kernel) return -1;
-    const int nest = nest_of[op];
-    for (int i = 0; i < sources.length; ++i) {
-      const int value = s_.arena[sources.start + i];
-      s_.last[value] = position;
-      if (s_.loaded[value] != nest) {
-        s_.loaded[value] = nest;
-        num_bytes += g_.full[value];
-      }
-    }
-    for (auto p = g_.writes.begin(op); p != g_.writes.end(op); ++p)
-      if (!available_(*p) && s_.last[*p] == position) s_.loaded[*p] = nest;
-    s_.change.push_back(born);
-    const bool is_first = s_.launched[nest] != s_.epoch;
-    s_.launched[nest] = s_.epoch;
-    return double(num_bytes) / g_.bytes_per_us + (is_first ? g_.launch_us : 0.0);
-  }
-
-  const Graph& g_;
-  Scratch& s_;
-  const bool is_backward_;
-  Held held_;
-  Available available_;
-};
-
-template <class Held, class Available>
-Side<Held, Available> side(const Graph& g, Scratch& s, bool is_backward, Held held, Available available) {
-  return {g, s, is_backward, held, available};
-}
-
-// Bytes that a loop nest writes over an operand that dies in it instead of allocating.
-template <class Staying>
-void reuse_operands(const Graph& g, Scratch& s, Staying staying) {
-  const int stamp = ++s.stamp;
-  for (const InPlace& item : s.in_place) {
-    for (int i = 0; i < item.length; ++i) {
-      const int source = s.arena[item.start + i];
-      if (s.last[source] == item.position && g.live[source] == g.live[item.value] && !staying(source) && s.mark[source] != stamp) {
-        s.mark[source] = stamp;
-        s.extra[item.position] -= g.live[item.value];
-        break;
-      }
-    }
-  }
-}
+// Evenly over so many segments.
+int segment_of(int place, int num_ops, int num_segments) { return int(int64_t(place) * num_segments / num_ops); }
 
 }  // namespace
 
-void normalize(const Graph& g, Scratch& s, const uint8_t* wished) {
-  std::fill(s.crossing.begin(), s.crossing.end(), 0);
-  std::fill(s.seen.begin(), s.seen.end(), 0);
-  s.stack.assign(g.wanted.begin(), g.wanted.end());
-  while (!s.stack.empty()) {
-    const int value = s.stack.back();
-    s.stack.pop_back();
-    if (s.seen[value] || g.given[value]) continue;
-    s.seen[value] = 1;
-    const int op = g.producer[value];
-    if (g.pinned[op] || ((wished[value] || g.small[value]) && !g.dropped[value] && !g.never_saved[op])) {
-      s.crossing[value] = 1;
+const std::vector<uint8_t>& Normalizer::normalize(const uint8_t* wished) {
+  std::fill(crossing_.begin(), crossing_.end(), 0);
+  std::fill(seen_.begin(), seen_.end(), 0);
+  stack_.assign(graph_.wanted.begin(), graph_.wanted.end());
+  while (!stack_.empty()) {
+    const int value = stack_.back();
+    stack_.pop_back();
+    if (seen_[value] || graph_.given[value]) continue;
+    seen_[value] = 1;
+    const int op = graph_.producer[value];
+    if (graph_.pinned[op] || ((wished[value] || graph_.small[value]) && !graph_.dropped[value] && !graph_.never_saved[op])) {
+      crossing_[value] = 1;
     } else {
-      s.stack.insert(s.stack.end(), g.reads.begin(op), g.reads.end(op));
+      stack_.insert(stack_.end(), graph_.reads.begin(op), graph_.reads.end(op));
     }
   }
+  return crossing_;
 }
 
-Scratch::Scratch(const Graph& graph) : nests(graph.num_ops) {
-  for (auto* per_value : {&crossing, &seen, &available}) per_value->assign(graph.num_values, 0);
-  for (auto* per_op : {&ran, &again, &queued}) per_op->assign(graph.num_ops, 0);
-  for (auto* per_value : {&state, &made_in, &base, &last, &mark, &loaded}) per_value->assign(graph.num_values, 0);
-  for (auto* per_op : {&nest_of, &launched}) per_op->assign(graph.num_ops, 0);
-  source.assign(graph.num_values, {-1, 1});
+Replay::Replay(const Graph& graph)
+    : graph_(graph),
+      crossing_(graph.num_values),
+      forward_(graph, false, num_segments(graph, num_early_ops(graph)), crossing_),
+      backward_(graph, true, num_segments(graph, int(graph.backward_ops.size())), crossing_),
+      forward_segment_(graph.num_ops, -1),
+      queued_(graph.num_ops) {
+  std::vector<uint8_t> is_late(graph.num_ops);
+  for (const int op : graph.backward_ops) is_late[op] = 1;
+  int place = 0;
+  for (int op = 0; op < graph.num_ops; ++op) {
+    if (is_late[op]) continue;
+    forward_segment_[op] = segment_of(place++, num_early_ops(graph), forward_.num_segments);
+    if (forward_segment_[op] == int(forward_starts_.size())) forward_starts_.push_back(op);
+    if (graph.early_ran[op]) forward_.ran_in[op] = forward_segment_[op];
+  }
+  forward_starts_.resize(forward_.num_segments + 1, graph.num_ops);
+  for (int value = 0; value < graph.num_values; ++value) ready_.push_back(graph.given[value] | graph.late[value]);
+  const int num_late = int(graph.backward_ops.size());
+  backward_starts_.assign(backward_.num_segments + 1, num_late);
+  for (int at = num_late; at-- > 0;) {
+    const int segment = segment_of(at, num_late, backward_.num_segments);
+    backward_.ran_in[graph.backward_ops[at]] = segment;
+    backward_starts_[segment] = at;
+  }
+  backward_starts_[0] = 0;
 }
 
-std::vector<int32_t> count_nodes(const Graph& g) {
-  std::vector<uint8_t> is_ordered(g.num_values);
-  for (int value = 0; value < g.num_values; ++value) is_ordered[value] = g.output[value] | g.gradient[value];
-  for (int op = 0; op < g.num_ops; ++op)
-    for (auto p = g.reads.begin(op); p != g.reads.end(op); ++p)
-      if (g.producer[*p] >= 0 && (!g.fusible[op] || g.space[g.producer[*p]] != g.space[op])) is_ordered[*p] = 1;
-  std::vector<int32_t> counts(g.num_ops);
-  for (int op = 0; op < g.num_ops; ++op) {
-    if (!g.fusible[op] || g.reduction[op]) {
-      counts[op] = std::max(1, g.writes.size(op));
-    } else {
-      for (auto p = g.writes.begin(op); p != g.writes.end(op); ++p) counts[op] |= is_ordered[*p];
+Outcome Replay::move_to(const std::vector<uint8_t>& crossing) {
+  flipped_.clear();
+  const int num_values = graph_.num_values;
+  for (int value = 0; value < num_values;) {
+    if (value + 8 <= num_values && std::memcmp(&crossing[value], &crossing_[value], 8) == 0) {
+      value += 8;
+      continue;
     }
+    const int end = std::min(value + 8, num_values);
+    for (; value < end; ++value)
+      if (crossing[value] != crossing_[value]) flipped_.push_back(value);
   }
-  return counts;
-}
-
-Nests::Nests(int num_ops) {
-  size_t size = 16;
-  while (size < 4 * size_t(num_ops)) size *= 2;
-  slots_.assign(size, {-1, 0, 0, 0});
-}
-
-int Nests::find(int kind, int op, int num_nodes) {
-  const size_t mask = slots_.size() - 1;
-  for (size_t at = size_t(kind) & mask;; at = (at + 1) & mask) {  // kinds that follow one another lie side by side
-    Slot& slot = slots_[at];
-    if (slot.epoch == epoch_ && slot.kind != kind) continue;
-    if (slot.epoch != epoch_ || num_nodes - slot.began > kMaxNodesApart) slot = {kind, epoch_, op, num_nodes};
-    return slot.nest;
+  bool is_early_known = has_plan_;
+  for (const int value : flipped_) {
+    flip(value);
+    is_early_known &= graph_.early_ran[graph_.producer[value]] != 0;
   }
-}
-
-void find_groups(const Graph& g, const std::vector<int32_t>& schedule, std::vector<int32_t>& made_in, std::vector<int32_t>& base,
-                 std::vector<int32_t>& state, std::vector<int32_t>& nest_of, Nests& nests) {
-  int num_nodes = 0;
-  nests.clear();
-  std::fill(state.begin(), state.end(), 0);
-  std::fill(made_in.begin(), made_in.end(), -1);
-  std::fill(base.begin(), base.end(), 0);
-  for (const int op : schedule) {
-    int depth = 0;
-    for (auto p = g.reads.begin(op); p != g.reads.end(op); ++p) depth = std::max(depth, base[*p]);
-    const int nest = nest_of[op] = nests.find(depth + g.space[op], op, num_nodes);
-    num_nodes += g.node_count[op];
-    const bool fusible = g.fusible[op];
-    for (auto p = g.reads.begin(op); p != g.reads.end(op); ++p) {
-      if (!fusible) {
-        state[*p] |= kOutside;
-      } else {
-        state[*p] += kReader;
-        if (made_in[*p] != nest) state[*p] |= kElsewhere;
-      }
-    }
-    for (auto p = g.writes.begin(op); p != g.writes.end(op); ++p) {
-      made_in[*p] = nest;
-      base[*p] = fusible ? depth : depth + g.num_spaces;
-    }
+  if (!is_early_known) find_early();
+  const int num_marked = forward_.num_marked() + backward_.num_marked();
+  if (!has_plan_ || 2 * num_marked > forward_.num_segments + backward_.num_segments) begin_again();
+  for (int segment = 0; segment < forward_.num_segments; ++segment)
+    if (forward_.is_marked(segment, Pass::kSchedule)) schedule_forward(segment);
+  for (int segment = 0; segment < backward_.num_segments; ++segment)
+    if (backward_.is_marked(segment, Pass::kSchedule)) schedule_backward(segment);
+  const int64_t work = forward_.fold(nullptr) + backward_.fold(&forward_);
+  for (const int value : flipped_) {
+    forward_.mark_bytes_of(value);
+    backward_.mark_bytes_of(value);
   }
-}
-
-Outcome evaluate(const Graph& g, Scratch& s, const uint8_t* wished) {
-  normalize(g, s, wished);
-  return evaluate_crossing(g, s);
-}
-
-Outcome evaluate_crossing(const Graph& g, Scratch& s) {
-  make_schedule(g, s);
-  s.change.clear();
-  s.extra.clear();
-  s.kernel_ops.clear();
-  s.deaths.clear();
-  s.arena.clear();
-  s.written.clear();
-  s.in_place.clear();
-  std::fill(s.last.begin(), s.last.end(), -1);
-  Outcome outcome{};
-
-  const auto stays = [&](int value) { return s.crossing[value] || g.output[value]; };
-  const auto& forward = s.is_plain ? g.forward_ops : s.forward;
-  const int32_t *state = g.forward_state.data(), *nest_of = g.forward_nests.data();
-  if (g.fused && !s.is_plain) {
-    find_groups(g, forward, s.made_in, s.base, s.state, s.nest_of, s.nests);
-    state = s.state.data();
-    nest_of = s.nest_of.data();
-  }
-  double forward_us = 0, backward_us = 0;
-  side(g, s, false, stays, [](int) { return false; }).fold(forward, state, nest_of, forward_us, outcome.recompute_us);
-  const int num_forward = int(s.change.size());
-  for (const int value : s.written)
-    if (!stays(value)) s.deaths.push_back({s.last[value], g.live[value]});
-  reuse_operands(g, s, stays);
-
-  s.in_place.clear();
-  s.written.clear();
-  for (int value = 0; value < g.num_values; ++value)
-    if (s.crossing[value]) s.last[value] = num_forward;
-  if (g.fused) find_groups(g, s.backward, s.made_in, s.base, s.state, s.nest_of, s.nests);
-  side(g, s, true, [&](int value) { return g.gradient[value]; }, [&](int value) { return s.crossing[value]; })
-      .fold(s.backward, s.state.data(), s.nest_of.data(), backward_us, outcome.recompute_us);
-  const int num_kernels = int(s.change.size());
-  for (const int value : s.written)
-    if (!g.gradient[value]) s.deaths.push_back({s.last[value], g.live[value]});
-  if (num_kernels > num_forward) {
-    s.change[num_forward] += g.tangent_bytes;
-    for (int value = 0; value < g.num_values; ++value)
-      if (s.crossing[value] && !g.output[value] && !g.gradient[value]) s.deaths.push_back({s.last[value], g.live[value]});
-  }
-  reuse_operands(g, s, [&](int value) { return g.gradient[value] || (s.crossing[value] && g.output[value]) || g.tangent[value]; });
-
-  s.change.push_back(0);
-  for (const auto& death : s.deaths) s.change[death.first + 1] -= death.second;
-  int64_t live = 0;
-  for (int position = 0; position < num_kernels; ++position) {
-    live += s.change[position];
-    const int64_t now = live + s.extra[position];
-    int64_t& side_peak = position < num_forward ? outcome.forward_peak_bytes : outcome.backward_peak_bytes;
-    side_peak = std::max(side_peak, now);
-    if (now > outcome.peak_bytes) {
-      outcome.peak_bytes = now;
-      outcome.peak_position = position;
-    }
-  }
-  outcome.time_us = forward_us + backward_us;
-  outcome.work = int64_t(forward.size() + s.backward.size() + s.arena.size());
-  outcome.num_kernels = num_kernels;
-  outcome.num_forward = num_forward;
-  for (int value = 0; value < g.num_values; ++value)
-    if (s.crossing[value]) outcome.saved_bytes += g.live[value];
-  for (const uint8_t again : s.again) outcome.num_recomputed += again;
+  Outcome outcome = count_bytes();
+  outcome.work = work;
   return outcome;
+}
+
+void Replay::begin_again() {
+  has_plan_ = true;
+  flipped_.clear();
+  forward_.forget_all();
+  backward_.forget_all();
+  for (Segment& segment : backward_.segments) {
+    for (const int op : segment.ops)
+      if (forward_segment_[op] >= 0) backward_.ran_in[op] = -1;
+    segment.ops.clear();
+  }
+}
+
+void Replay::flip(int value) {
+  crossing_[value] ^= 1;
+  ready_[value] ^= 1;
+  saved_bytes_ += crossing_[value] ? graph_.live[value] : -graph_.live[value];
+  const int producer = graph_.producer[value];
+  forward_.mark(forward_.ran_in[producer], Pass::kKernels);
+  backward_.mark(backward_.ran_in[producer], Pass::kSchedule | Pass::kGroups | Pass::kKernels);
+  backward_.mark_readers(value, Pass::kSchedule | Pass::kGroups | Pass::kKernels);
+  if (graph_.gradient[value]) backward_.mark(backward_.num_segments - 1, Pass::kSchedule);  // the caller reads it as well
+  backward_.forget(value);
+  backward_.change_crossing(value);
+}
+
+// FREE ops that forward runs because a saved value needs them.
+void Replay::find_early() {
+  for (const int op : early_) queued_[op] = 2;
+  old_ops_.swap(early_);
+  early_.clear();
+  stack_.clear();
+  for (int value = 0; value < graph_.num_values; ++value)
+    if (crossing_[value]) stack_.push_back(graph_.producer[value]);
+  while (!stack_.empty()) {
+    const int op = stack_.back();
+    stack_.pop_back();
+    if (graph_.early_ran[op] || queued_[op] & 1) continue;
+    queued_[op] |= 1;
+    early_.push_back(op);
+    for (auto p = graph_.reads.begin(op); p != graph_.reads.end(op); ++p)
+      if (graph_.producer[*p] >= 0) stack_.push_back(graph_.producer[*p]);
+  }
+  const auto change = [&](int op) {
+    forward_.mark(forward_segment_[op], Pass::kSchedule);
+    backward_.mark(backward_.ran_in[op], Pass::kKernels);  // it runs again, or no longer
+  };
+  for (const int op : early_) {
+    if (queued_[op] == 1) {
+      change(op);
+      forward_.ran_in[op] = forward_segment_[op];
+      for (auto write = graph_.writes.begin(op); write != graph_.writes.end(op); ++write) forward_.mark_readers(*write, Pass::kKernels);
+    }
+  }
+  for (const int op : old_ops_) {
+    if (queued_[op] == 2) {
+      change(op);
+      leave(forward_, op, Pass::kGroups | Pass::kKernels);
+    }
+    queued_[op] = 0;
+  }
+  for (const int op : early_) queued_[op] = 0;
+}
+
+// An op no longer runs where it ran.
+void Replay::leave(Pass& pass, int op, int marks) {
+  const int segment = pass.ran_in[op];
+  pass.ran_in[op] = -1;
+  for (auto write = graph_.writes.begin(op); write != graph_.writes.end(op); ++write) {
+    pass.forget(*write);
+    pass.mark_readers(*write, marks, segment);
+    if (graph_.gradient[*write]) pass.mark(pass.num_segments - 1, marks);
+  }
+}
+
+void Replay::schedule_forward(int segment) {
+  auto& ops = forward_.segments[segment].ops;
+  forward_.unmark(segment, Pass::kSchedule);
+  forward_.mark(segment, Pass::kGroups | Pass::kKernels);
+  ops.clear();
+  for (int op = forward_starts_[segment]; op < forward_starts_[segment + 1]; ++op)
+    if (forward_.ran_in[op] == segment) ops.push_back(op);
+}
+
+bool Replay::is_available(int value, int segment) const {
+  if (ready_[value]) return true;
+  const int made_in = backward_.ran_in[graph_.producer[value]];
+  return made_in >= 0 && made_in <= segment;
+}
+
+void Replay::schedule_backward(int segment) {
+  auto& ops = backward_.segments[segment].ops;
+  backward_.unmark(segment, Pass::kSchedule);
+  old_ops_.swap(ops);
+  ops.clear();
+  for (const int op : old_ops_)
+    if (forward_segment_[op] >= 0 && backward_.ran_in[op] == segment) backward_.ran_in[op] = -1;
+  for (int at = backward_starts_[segment]; at < backward_starts_[segment + 1]; ++at) {
+    const int op = graph_.backward_ops[at];
+    bring(graph_.needs.begin(op), graph_.needs.end(op), segment);
+    ops.push_back(op);
+  }
+  if (segment + 1 == backward_.num_segments)
+    bring(graph_.late_wanted.data(), graph_.late_wanted.data() + graph_.late_wanted.size(), segment);
+  if (ops == old_ops_) return;
+  backward_.mark(segment, Pass::kGroups | Pass::kKernels);
+  for (const int op : old_ops_) {
+    if (backward_.ran_in[op] >= 0) continue;
+    backward_.ran_in[op] = segment;
+    leave(backward_, op, Pass::kSchedule | Pass::kGroups | Pass::kKernels);
+  }
+}
+
+// Appends what is missing of the values that an op reads, in the graph's order.
+void Replay::bring(const int32_t* begin, const int32_t* end, int segment) {
+  stack_.clear();
+  for (auto p = begin; p != end; ++p)
+    if (!is_available(*p, segment)) stack_.push_back(*p);
+  if (stack_.empty()) return;
+  missing_.clear();
+  while (!stack_.empty()) {
+    const int op = graph_.producer[stack_.back()];
+    stack_.pop_back();
+    if (queued_[op]) continue;
+    queued_[op] = 1;
+    missing_.push_back(op);
+    for (auto p = graph_.reads.begin(op); p != graph_.reads.end(op); ++p)
+      if (!is_available(*p, segment)) stack_.push_back(*p);
+  }
+  std::sort(missing_.begin(), missing_.end());
+  auto& ops = backward_.segments[segment].ops;
+  for (const int op : missing_) {
+    queued_[op] = 0;
+    ops.push_back(op);
+    if (backward_.ran_in[op] > segment) {  // it was made later
+      backward_.mark(backward_.ran_in[op], Pass::kSchedule);
+      leave(backward_, op, Pass::kGroups | Pass::kKernels);
+    }
+    backward_.ran_in[op] = segment;
+  }
+}
+
+Outcome Replay::count_bytes() {
+  Outcome outcome{};
+  int64_t live = 0;
+  const auto add = [&](Pass& pass, int64_t idle_bytes, int64_t& pass_peak) {
+    for (int number = 0; number < pass.num_segments; ++number) {
+      Segment& segment = pass.segments[number];
+      const int num_kernels = int(segment.kernel_ops.size());
+      const int64_t idle = num_kernels ? idle_bytes : 0;
+      if (pass.is_marked(number, Pass::kBytes) || segment.idle_bytes != idle) pass.count_bytes(number, idle);
+      if (num_kernels) idle_bytes = 0;
+      const int64_t peak = num_kernels ? live + segment.peak_bytes : 0;
+      pass_peak = std::max(pass_peak, peak);
+      if (peak > outcome.peak_bytes) {
+        outcome.peak_bytes = peak;
+        outcome.peak_position = outcome.num_kernels + segment.peak_position;
+      }
+      live += segment.end_bytes;
+      outcome.num_kernels += num_kernels;
+      outcome.num_recomputed += segment.num_again;
+      outcome.time_us += segment.time_us;
+      outcome.recompute_us += segment.recompute_us;
+    }
+  };
+  add(forward_, 0, outcome.forward_peak_bytes);
+  outcome.num_forward = outcome.num_kernels;
+  live += graph_.tangent_bytes;
+  add(backward_, backward_.idle_bytes, outcome.backward_peak_bytes);
+  outcome.saved_bytes = saved_bytes_;
+  return outcome;
+}
+
+void Replay::curve(std::vector<int32_t>& ops, std::vector<int64_t>& live_bytes) const {
+  int64_t held = 0;
+  for (const Pass* pass : {&forward_, &backward_}) {
+    for (const Segment& segment : pass->segments) {
+      ops.insert(ops.end(), segment.kernel_ops.begin(), segment.kernel_ops.end());
+      for (const int64_t bytes : segment.live) live_bytes.push_back(held + bytes);
+      held += segment.end_bytes;
+    }
+    held += graph_.tangent_bytes;
+  }
 }
 
 }  // namespace dyngran

@@ -669,6 +669,7 @@ Rows rows_of(int count, const int32_t* starts, const int32_t* items) {
 
 }  // namespace
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 struct SequenceArrays {  // as passes/solvers/order.py fills it; reads are of values that an op makes
@@ -729,3 +730,4 @@ int32_t dyngran_sequence_best(void* sequence, int32_t* ops, int32_t capacity, in
 }
 
 }  // extern "C"
+#pragma GCC visibility pop

@@ -28,7 +28,9 @@ THRESHOLDS = (3e-4, 3e-5)  # of the step: by how much a plan may be worse at fir
 OVER_PRICE = 2.0  # of a byte above the budget, in shares of a step per transient of the default plan
 
 
-def walk_settings(simulator: Simulator, budget_bytes: int, *, threshold: float, num_evaluations: int, seed: int = 0) -> Walk:
+def walk_settings(
+    simulator: Simulator, budget_bytes: int, *, threshold: float, num_evaluations: int, seed: int = 0, num_visits: int | None = None
+) -> Walk:
     """Settings of a walk towards the fastest plan within a budget (static bytes included); ``threshold`` in shares of a step."""
     _, free = simulator.native.evaluate(simulator.native.mask(simulator.default_saved))
     return Walk(
@@ -37,6 +39,7 @@ def walk_settings(simulator: Simulator, budget_bytes: int, *, threshold: float, 
         first_threshold_us=threshold * free.time_us,
         num_evaluations=num_evaluations,
         seed=seed,
+        num_visits=num_visits,
     )
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Problem
-from dyngran.passes.regions import find_crossings
 from dyngran.passes.simulate import Simulator
 from dyngran.passes.solvers.boundaries import crossing_values, natural_boundaries, values_after
 from dyngran.passes.solvers.solving import solve_with
@@ -20,7 +19,7 @@ MAX_STRIDES = 256  # above it only those N that differ in how many boundaries th
 
 def propose(simulator: Simulator, *, budget_bytes: int | None = None) -> Iterator[frozenset[int]]:
     """Every N from 1 (per-region checkpoint) to the number of boundaries (one of them kept), the same for every budget."""
-    crossings = find_crossings(simulator.problem)
+    crossings = simulator.crossings
     boundaries = natural_boundaries(simulator.problem, crossings)
     num_boundaries = len(boundaries)
     num_kept = 0

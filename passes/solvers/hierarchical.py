@@ -23,18 +23,18 @@ from dataclasses import dataclass
 from math import inf
 
 from dyngran.passes.local import LocalProblem, RegionGraph
-from dyngran.passes.moves import choosable, side_by_side
+from dyngran.passes.moves import LARGE, choosable, side_by_side
 from dyngran.passes.native.graph import NativeOutcome, NativeSearch, PathOption, Places, Stop, Walk, choose_path
 from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Problem, Side
-from dyngran.passes.regions import Crossings, ending_ops, find_crossings, find_separators, nested_boundaries, region_numbers
+from dyngran.passes.regions import Crossings, ending_ops, find_separators, nested_boundaries, region_numbers
 from dyngran.passes.simulate import Simulator, free_transient
 from dyngran.passes.solvers.solving import solve_with
 
 MAX_NEIGHBOURS = 4
 MIN_REGION, MAX_REGION = 4, 45  # forward ops; larger ones are cut besides what comes from far
 MAX_OPTIONS = 40  # per kind of group
-NUM_BUDGETS = 20  # of a frontier
+NUM_BUDGETS, NUM_BUDGETS_IF_LARGE = 20, 14  # of a frontier
 PATH_WORK = 5_000_000  # ways to go on that the program looks at for one budget at most
 MAX_BINS = 1000  # of saved bytes, per region in the program
 MIN_BINS = 100
@@ -92,7 +92,7 @@ class Hierarchy:
         self._simulator = simulator
         self._stop = stop or Stop()
         problem = simulator.problem
-        crossings = find_crossings(problem)
+        crossings = simulator.crossings
         boundaries = nested_boundaries(problem, crossings, _spread(find_separators(crossings), crossings), MAX_REGION)
         self.regions = RegionGraph(problem, region_numbers(problem, _spread(boundaries, crossings), crossings))
         ending = ending_ops(problem)
@@ -391,14 +391,15 @@ def _thinned(options: list[_Option]) -> list[_Option]:
 def propose(
     simulator: Simulator, *, budget_bytes: int | None = None, hierarchy: Hierarchy | None = None
 ) -> Iterator[frozenset[int] | bytes]:
-    """Plans for a budget, or for `NUM_BUDGETS` budgets up to the free transient if there is none."""
+    """Plans for a budget, or for an even ladder of budgets up to the free transient if there is none."""
     yield simulator.default_saved
     if not simulator.candidates:
         return
     hierarchy = hierarchy or Hierarchy(simulator)
     hierarchy.forget()
     static, free = simulator.problem.total_static_bytes, free_transient(simulator)
-    budgets = [free * step // NUM_BUDGETS for step in range(NUM_BUDGETS, 0, -1)] if budget_bytes is None else [budget_bytes - static]
+    count = NUM_BUDGETS if len(simulator.problem.ops) <= LARGE else NUM_BUDGETS_IF_LARGE
+    budgets = [free * step // count for step in range(count, 0, -1)] if budget_bytes is None else [budget_bytes - static]
     for transient_bytes in budgets:
         yield from hierarchy.plans(transient_bytes)
 

@@ -29,7 +29,7 @@ import pulp
 
 from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Problem, Side
-from dyngran.passes.regions import even_boundaries, find_crossings, find_separators, region_numbers
+from dyngran.passes.regions import even_boundaries, find_separators, region_numbers
 from dyngran.passes.simulate import Simulator
 from dyngran.passes.solvers.solving import solve_with
 
@@ -272,7 +272,7 @@ class _Slots:
         self._first_backward = num_forward
         self._end = self.num_slots - 1
         self._candidates = frozenset(simulator.candidates)
-        crossings = find_crossings(problem)
+        crossings = simulator.crossings
         separators = find_separators(crossings)
         if len(separators) < 2:  # as in a plain chain, where no place is narrower than another
             separators = even_boundaries(problem, crossings, isqrt(len(forward)))

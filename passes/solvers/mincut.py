@@ -45,7 +45,6 @@ from typing import Any
 
 from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Op, Problem, Side
-from dyngran.passes.regions import find_crossings
 from dyngran.passes.simulate import Simulator
 from dyngran.passes.solvers.boundaries import crossing_values, narrow_boundaries
 from dyngran.passes.solvers.solving import solve_with
@@ -268,20 +267,20 @@ def sweeps(simulator: Simulator) -> Iterator[tuple[Cut, ...]]:
 
 
 class Sweeps:
-    """All cuts of a problem as masks, simulated once; `near` looks between them for what a budget leaves room for."""
+    """All cuts of a problem as masks; `near` looks between them for what a budget leaves room for."""
 
     def __init__(self, simulator: Simulator) -> None:
         self._native = simulator.native
         self._static_bytes = simulator.problem.total_static_bytes
-        self._sweeps: list[list[tuple[bytes, int, float]]] = []  # mask, peak with static bytes, time
-        for cuts in sweeps(simulator):
-            masks = (self._native.mask(cut.saved) for cut in cuts)
-            self._sweeps.append([(mask, *self._judge(mask)) for mask in masks])
+        self._masks = [[self._native.mask(cut.saved) for cut in cuts] for cuts in sweeps(simulator)]
+        self._judged: dict[bytes, tuple[int, float]] = {}
 
     def masks(self) -> Iterator[bytes]:
         """Every cut."""
-        for sweep in self._sweeps:
-            yield from (mask for mask, _, _ in sweep)
+        for sweep in self._masks:
+            for mask in sweep:
+                yield mask
+                self._judge_once(mask)  # costs next to nothing if whoever asks has just simulated it
 
     def near(self, budget_bytes: int, *, num_sweeps: int | None = None) -> Iterator[bytes]:
         """Plans between neighbouring cuts of which one fits: the last that does, with either of them first in the graph's order.
@@ -289,7 +288,8 @@ class Sweeps:
         Of all sweeps, or of the ``num_sweeps`` whose cuts promise most. Where none fits, plans on both sides of the least peak.
         """
         gaps: list[tuple[float, int, bytes, bytes]] = []
-        for number, sweep in enumerate(self._sweeps):
+        for number, masks in enumerate(self._masks):
+            sweep = [(mask, *self._judge_once(mask)) for mask in masks]
             if sweep and all(peak_bytes > budget_bytes for _, peak_bytes, _ in sweep):
                 least = min(range(len(sweep)), key=lambda place: sweep[place][1])
                 if num_sweeps is None:
@@ -305,13 +305,19 @@ class Sweeps:
             for misses_first in (True, False):
                 yield self._last_fit(fits_mask, misses_mask, budget_bytes, misses_first=misses_first)
 
+    def _judge_once(self, mask: bytes) -> tuple[int, float]:
+        if mask not in self._judged:
+            self._judged[mask] = self._judge(mask)
+        return self._judged[mask]
+
     def _judge(self, mask: bytes) -> tuple[int, float]:
+        """Peak with static bytes, and time."""
         _, found = self._native.evaluate(mask)
         return self._static_bytes + found.peak_bytes, found.time_us
 
     def _last_fit(self, fits: bytes, misses: bytes, budget_bytes: int, *, misses_first: bool) -> bytes:
         """The plan that follows ``misses`` for as many of the differing values as fit, from the graph's beginning or from its end."""
-        differing = [value for value, (one, other) in enumerate(zip(fits, misses, strict=True)) if one != other]
+        differing = self._native.differing(fits, misses)
         best, low, high = fits, 0, len(differing)
         while high - low > max(1, len(differing) >> MAX_HALVINGS):
             count = (low + high) // 2
@@ -327,12 +333,12 @@ class Sweeps:
 
     def spread(self) -> Iterator[bytes]:
         """Plans in between where cuts are far apart."""
-        for sweep in self._sweeps:
-            yield from self._spread([mask for mask, _, _ in sweep])
+        for masks in self._masks:
+            yield from self._spread(masks)
 
     def _spread(self, masks: list[bytes]) -> Iterator[bytes]:
         for left, right in pairwise(masks):
-            differing = [value for value, (one, other) in enumerate(zip(left, right, strict=True)) if one != other]
+            differing = self._native.differing(left, right)
             if len(differing) > 1:
                 for quarter in (1, 2, 3):
                     end = differing[quarter * len(differing) // 4]
@@ -364,7 +370,7 @@ def _producer(problem: Problem, value: int) -> int:
 
 def _free_sets(simulator: Simulator) -> Iterator[frozenset[int]]:
     yield frozenset()
-    crossings = find_crossings(simulator.problem)
+    crossings = simulator.crossings
     boundaries = narrow_boundaries(simulator.problem, crossings)
     seen = {frozenset[int]()}
     for stride in STRIDES:

@@ -7,20 +7,20 @@ run side by side on the cores there are; each walk depends on its own start alon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from dyngran.passes.archive import Judge
-from dyngran.passes.moves import move_classes, side_by_side
-from dyngran.passes.native.graph import NativeSearch, Stop, Walk
+from dyngran.passes.moves import LARGE, move_classes, side_by_side
+from dyngran.passes.native.graph import NativeOutcome, NativeSearch, Stop, Walk
 from dyngran.passes.simulate import Simulator, free_transient
 from dyngran.passes.solvers.anneal import walk_settings
 
 NAME = "polish"
 NUM_RUNGS = 40
-WORK, WORK_IF_LARGE = 40_000_000, 25_000_000  # op visits of all walks together
-LARGE = 5000  # ops: above it a visit takes longer, and planning is to stay short
-MAX_EVALUATIONS = 400  # per walk, or one for each op if those are fewer
+WORK, WORK_IF_LARGE = 60_000_000, 25_000_000  # op visits of all walks together
+MAX_EVALUATIONS = 2000  # per walk, or one for each op if those are fewer
 THRESHOLDS = (5e-5, 0.0)  # of the step, one sweep over the ladder each
 LOWER = 0.98  # the lowest rungs ask for less than the least peak known
 
@@ -44,20 +44,51 @@ def polish(judge: Judge, stop: Stop) -> None:
         return
     for sweep, threshold in enumerate(THRESHOLDS):
         budgets = rungs(judge)
-        work = WORK if len(problem.ops) <= LARGE else WORK_IF_LARGE
-        count = min(MAX_EVALUATIONS, len(problem.ops), work // len(THRESHOLDS) // len(budgets) // max(1, len(problem.ops)))
+        num_visits = (WORK if len(problem.ops) <= LARGE else WORK_IF_LARGE) // len(THRESHOLDS) // len(budgets)
+        count = min(MAX_EVALUATIONS, len(problem.ops))
         starts = [_start(judge, budget_bytes) for budget_bytes in budgets]
 
         walks = [
-            (start, walk_settings(simulator, budget_bytes, threshold=threshold, num_evaluations=count, seed=sweep * len(budgets) + place))
+            (
+                start,
+                walk_settings(
+                    simulator,
+                    budget_bytes,
+                    threshold=threshold,
+                    num_evaluations=count,
+                    num_visits=num_visits,
+                    seed=sweep * len(budgets) + place,
+                ),
+            )
             for place, (budget_bytes, start) in enumerate(zip(budgets, starts, strict=True))
         ]
-        side_by_side(partial(_walk, simulator, classes, stop), walks, stop, lambda walked: judge.take(*walked, NAME))
+        pool = _Pool(simulator)
+        side_by_side(partial(_walk, pool, classes, stop), walks, stop, lambda walked: judge.take(*walked, NAME))
 
 
-def _walk(simulator: Simulator, classes: Sequence[Sequence[int]], stop: Stop, walk: tuple[bytes, Walk]) -> tuple[NativeSearch, int]:
-    search = NativeSearch(simulator.native_graph)
-    return search, search.walk(walk[0], classes, walk[1], stop)
+class _Pool:
+    """Searches that walks take and give back: what one has replayed before has no influence on what the next finds."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        self._simulator = simulator
+        self._idle: list[NativeSearch] = []
+
+    @contextmanager
+    def search(self) -> Iterator[NativeSearch]:
+        try:
+            search = self._idle.pop()
+        except IndexError:
+            search = NativeSearch(self._simulator.native_graph)
+        yield search
+        self._idle.append(search)
+
+
+def _walk(
+    pool: _Pool, classes: Sequence[Sequence[int]], stop: Stop, walk: tuple[bytes, Walk]
+) -> tuple[list[tuple[bytes, NativeOutcome]], int]:
+    with pool.search() as search:
+        num_evaluations = search.walk(walk[0], classes, walk[1], stop)
+        return search.take(), num_evaluations
 
 
 def _start(judge: Judge, budget_bytes: int) -> bytes:

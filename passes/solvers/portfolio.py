@@ -62,6 +62,7 @@ LOOK_AT_BUDGET = ("hierarchical", "ilp", "mincut", "anneal", "revolve", "dtr")  
 MAX_SECONDS = 30.0  # safety stop
 SEED_WORK = 400_000  # op visits of the plans that each classic policy may seed the search with
 MIN_SEEDS = 20
+MAX_BETWEEN_CUTS = 4  # times as many plans between cuts
 NUM_CUT_RUNGS = 10
 CUT_SWEEPS = 2  # that are looked into for each rung
 NUM_GUIDES = 12  # plans of others whose choices are options of the hierarchical planner
@@ -162,7 +163,7 @@ class Planner:
 
     def hint(self, budget_bytes: int, least: Outcome) -> str:
         """What the least reachable peak consists of, and what would help."""
-        return (CUT_SHORT if self.truncated else "") + hint_of(self.simulator, budget_bytes, least)
+        return (CUT_SHORT if self.truncated else "") + hint_of(self.judge, budget_bytes, least)
 
     def _hint_of_other_solvers(self, budget_bytes: int | None, solver: str) -> str:
         found = " has a plan that fits." if self.judge.archive.best(budget_bytes) else " may find a smaller plan."
@@ -192,7 +193,7 @@ class Planner:
             self._once(name, name, islice(PROPOSERS[name](self.simulator), count))
         if len(self.problem.ops) <= MAX_MUTWO_OPS:
             self._once("mutwo seeds", "mutwo", mutwo.propose(self.simulator, max_plans=min(count, MAX_MUTWO_PLANS)))
-        self._once("mincut", "mincut", self._mincut(None))
+        self._once("mincut", "mincut", self._cuts_and_between(count))
         self._once("mincut by rungs", "mincut", self._mincut_by_rungs())
         if len(self.simulator.candidates) <= MAX_ILP_CANDIDATES:
             self._once("ilp seeds", "ilp", self._ilp_seeds())
@@ -212,6 +213,10 @@ class Planner:
 
     def _mincut(self, budget_bytes: int | None) -> Iterator[Proposal]:
         return mincut.propose(self.simulator, budget_bytes=budget_bytes, known=self._sweeps())
+
+    def _cuts_and_between(self, count: int) -> Iterator[Proposal]:
+        yield from self._sweeps().masks()
+        yield from islice(self._sweeps().spread(), MAX_BETWEEN_CUTS * count)
 
     def _mincut_by_rungs(self) -> Iterator[bytes]:
         for budget_bytes in rungs(self.judge, NUM_CUT_RUNGS):

@@ -12,7 +12,7 @@ from math import isqrt
 
 from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Problem
-from dyngran.passes.regions import Crossings, even_boundaries, find_crossings, find_separators, label_boundaries
+from dyngran.passes.regions import Crossings, even_boundaries, find_separators, label_boundaries
 from dyngran.passes.simulate import Simulator
 from dyngran.passes.solvers.boundaries import crossing_values, natural_boundaries, values_after
 from dyngran.passes.solvers.solving import solve_with
@@ -65,7 +65,7 @@ def propose(simulator: Simulator, *, budget_bytes: int | None = None) -> Iterato
     """Nothing saved, then each family: bare, with small values, and with the part after the last boundary left as it is; then the
     first m regions only. The same for every budget."""
     problem = simulator.problem
-    crossings = find_crossings(problem)
+    crossings = simulator.crossings
     small = small_values(simulator)
     yield frozenset()
     yield small

@@ -29,7 +29,7 @@ from math import comb
 
 from dyngran.passes.plan import Plan, Schedule
 from dyngran.passes.problem import Problem, Side
-from dyngran.passes.regions import Crossings, find_crossings, region_numbers
+from dyngran.passes.regions import Crossings, region_numbers
 from dyngran.passes.simulate import Simulator
 from dyngran.passes.solvers.boundaries import crossing_values, narrow_boundaries, values_after
 from dyngran.passes.solvers.solving import solve_with
@@ -69,7 +69,7 @@ def propose(simulator: Simulator, *, budget_bytes: int | None = None) -> Iterato
     """One schedule (fused: one saved set) for each number of slots, fewest first, then a saved set for each tail; the same for every
     budget."""
     problem = simulator.problem
-    crossings = find_crossings(problem)
+    crossings = simulator.crossings
     boundaries = narrow_boundaries(problem, crossings)
     boundaries = boundaries[:: len(boundaries) // MAX_REGIONS + 1]
     chain = _Chain(problem, crossings, boundaries)

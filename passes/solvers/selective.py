@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Problem
-from dyngran.passes.regions import find_crossings, find_separators
+from dyngran.passes.regions import find_separators
 from dyngran.passes.simulate import Simulator
 from dyngran.passes.solvers.boundaries import crossing_values, natural_boundaries
 from dyngran.passes.solvers.region import small_values
@@ -26,7 +26,7 @@ MATMULS = ("mm", "addmm", "bmm", "baddbmm")
 def propose(simulator: Simulator, *, budget_bytes: int | None = None) -> Iterator[frozenset[int]]:
     """Each kept set with small values, alone and inside a per-region checkpoint; the same for every budget."""
     problem = simulator.problem
-    crossings = find_crossings(problem)
+    crossings = simulator.crossings
     small = small_values(simulator)
     borders = dict.fromkeys(
         crossing_values(crossings, found) for found in (find_separators(crossings), natural_boundaries(problem, crossings))

@@ -10,7 +10,6 @@ from dyngran.passes.decide import decide
 from dyngran.passes.errors import BudgetTooSmall, format_bytes
 from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Kind, Problem
-from dyngran.passes.schedule import timeline_of
 from dyngran.passes.simulate import Outcome, Simulator
 
 Propose = Callable[..., Iterator[Proposal]]
@@ -62,25 +61,25 @@ def too_small(judge: Judge, archive: Archive, budget_bytes: int, *, hint: str = 
     least = archive.least() or judge.archive.least()
     assert least is not None
     values = judge.simulator.problem.values
-    pinned = [(values[v].label or values[v].name, size) for v, size in timeline_of(judge.simulator, least.outcome).live_at_peak]
+    pinned = [(values[v].label or values[v].name, size) for v, size in judge.timeline(least.outcome).live_at_peak]
     return BudgetTooSmall(
         budget_bytes=budget_bytes,
         least_peak_bytes=least.outcome.peak_bytes,
         pinned=tuple(pinned[:8]),
-        hint=(CUT_SHORT if truncated else "") + (hint or hint_of(judge.simulator, budget_bytes, least.outcome)),
+        hint=(CUT_SHORT if truncated else "") + (hint or hint_of(judge, budget_bytes, least.outcome)),
     )
 
 
-def hint_of(simulator: Simulator, budget_bytes: int, least: Outcome) -> str:
+def hint_of(judge: Judge, budget_bytes: int, least: Outcome) -> str:
     """What the least reachable peak consists of, and what would help."""
-    problem = simulator.problem
+    problem = judge.simulator.problem
     static = problem.total_static_bytes
     if budget_bytes <= static:
         return (
             f"Parameters, optimizer state and inputs alone take {format_bytes(static)}: raise the budget, "
             "lower the batch size, use a smaller optimizer state or freeze parameters."
         )
-    timeline = timeline_of(simulator, least)
+    timeline = judge.timeline(least)
     kinds: dict[Kind, int] = {}
     for value, size in timeline.live_at_peak:
         kind = problem.values[value].kind

@@ -17,7 +17,7 @@ from math import isqrt, sqrt
 
 from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Problem
-from dyngran.passes.regions import Crossings, even_boundaries, find_crossings
+from dyngran.passes.regions import Crossings, even_boundaries
 from dyngran.passes.simulate import Simulator
 from dyngran.passes.solvers.boundaries import crossing_values, natural_boundaries, values_after
 from dyngran.passes.solvers.solving import solve_with
@@ -28,7 +28,7 @@ NUM_GUESSES = 6
 def propose(simulator: Simulator, *, budget_bytes: int | None = None) -> Iterator[frozenset[int]]:
     """The plans of all three readings, the same for every budget."""
     problem = simulator.problem
-    crossings = find_crossings(problem)
+    crossings = simulator.crossings
     for chosen in dict.fromkeys(_chosen(problem, crossings)):
         kept = crossing_values(crossings, chosen)
         yield kept
