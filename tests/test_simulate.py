@@ -82,6 +82,31 @@ def test_of_a_long_graph_little_is_replayed_for_a_small_change(fused: bool) -> N
     assert work < 50 * whole.work / 4
 
 
+def test_a_nest_that_moves_away_leaves_the_ops_that_it_does_not_feed_a_nest_of_their_own() -> None:
+    build, unit = Builder(fused=True), 1 << 20
+    source, weight = build.given(unit, Kind.INPUT), build.given(64)
+    product = build.op([source, weight], unit, target="mm")
+    build.outputs.add(build.op([product, weight], unit, target="mm"))
+    tangent = build.given(unit, Kind.TANGENT)
+    gradient = build.op([tangent, product], unit, side=Side.BACKWARD, target="mm")
+    for _ in range(70):  # further than a nest reaches
+        gradient = build.op([gradient, weight], unit, side=Side.BACKWARD, target="mm")
+    feeds = build.op([product, tangent], unit, side=Side.BACKWARD, target="mul", fusible=True)  # as deep as `product` is made
+    apart = build.op([tangent, source], unit, side=Side.BACKWARD, target="mul", fusible=True)
+    build.gradients.update((gradient, feeds, apart))
+    problem = build.build()
+    graph = NativeGraph(problem, segment_ops=1)
+    moving = NativeSearch(graph)
+    times = []
+    for saved in ({product}, set(), {product}):
+        _, outcome = moving.evaluate(moving.mask(saved))
+        _, fresh = NativeSearch(graph).evaluate(moving.mask(saved))
+        assert outcome.time_us == fresh.time_us
+        times.append(outcome.time_us)
+    again_us = 1.0
+    assert times[1] == pytest.approx(times[0] + again_us + problem.launch_us + unit / problem.bytes_per_us)  # a launch and a load more
+
+
 def residual_stream(num_layers: int) -> tuple[Problem, list[int], list[int]]:
     """Layers ``x = x + mm(center(x))``, fused: the problem, the sums, the products."""
     build, unit = Builder(fused=True), 1 << 20

@@ -120,7 +120,8 @@ void Pass::group(int number) {
     }
   }
   warm_ = number + 1;
-  bool differs = is_whole_ || segment.grouped != segment.ops;
+  bool differs = is_whole_ || segment.grouped != segment.ops;  // for the kernels here, and
+  bool opens_others = differs;                                 // for the nests that later segments find open
   const int nodes_before = nodes_;
   segment.grouped = segment.ops;
   segment.elsewhere.clear();
@@ -130,9 +131,10 @@ void Pass::group(int number) {
     for (auto p = graph_.reads.begin(op); p != graph_.reads.end(op); ++p) depth = std::max(depth, grouped_[*p].base);
     const int kind = depth + graph_.space[op], nest = nests_.find(kind, op, nodes_);
     nodes_ += graph_.node_count[op];
-    kind_of_[op] = kind;
     differs |= nest_of_[op] != nest;
+    opens_others |= nest_of_[op] != nest || kind_of_[op] != kind;
     nest_of_[op] = nest;
+    kind_of_[op] = kind;
     segment.continues |= ran_in[nest] != number;
     const bool fusible = graph_.fusible[op];
     for (auto p = graph_.reads.begin(op); p != graph_.reads.end(op); ++p) {
@@ -162,8 +164,9 @@ void Pass::group(int number) {
     const int producer = graph_.producer[value];
     if (producer >= 0 && grouped_[value].flags != flags_of(grouped_[value])) mark(ran_in[producer], kKernels);
   }
-  if (!differs || is_whole_) return;
-  mark(number, kKernels);
+  if (is_whole_) return;
+  if (differs) mark(number, kKernels);
+  if (!opens_others) return;
   int num_nodes = 0;
   for (int after = number + 1; after < num_segments && num_nodes <= kMaxNodesApart; ++after) {
     mark(after, kGroups);
