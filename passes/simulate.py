@@ -79,8 +79,8 @@ class _Replay:
 class Simulator:
     """Replays a problem for many saved sets. Building it is linear in the graph; `evaluate` is what planners call thousands of times.
 
-    `evaluate` runs on the native side (`passes/native`); `timeline` is the same in Python, readable, and `tests/test_simulate.py` holds
-    both equal.
+    `evaluate` runs on the native side (`passes/native`), which replays only what differs from the plan before; `timeline` is the same in
+    Python, readable, and `tests/test_simulate.py` holds both equal.
     """
 
     def __init__(self, problem: Problem) -> None:

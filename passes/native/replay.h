@@ -1,4 +1,4 @@
-// One plan replayed exactly: what crosses to backward, the schedule that follows, and its bytes and time.
+// One plan replayed exactly: what crosses to backward, the schedule that follows (the rules of passes/simulate.py), its bytes and time.
 #pragma once
 
 #include "pass.h"
