@@ -304,7 +304,7 @@ class PlannedGraph:
             uuid=options_key(self.options),
             around=around,
             on_code=account.add,
-            spare_bytes=self._spare_bytes,
+            budget_bytes=self._tuning_budget_bytes,
             frees_at_once=self._frees_at_once,
         )
 
@@ -315,11 +315,9 @@ class PlannedGraph:
         is_ours = self.strategy is not None and self.plan is not None and self.plan.saved != self.strategy.free.saved
         return is_ours and "allow_buffer_reuse" not in self.options.inductor
 
-    def _spare_bytes(self) -> int | None:
-        """What the budget leaves on a card at the plan's peak; None where there is no budget."""
-        if self.plan is None or self.budget_bytes is None or self.device.type == "cpu":
-            return None
-        return max(0, self.budget_bytes - self.plan.peak_bytes)
+    def _tuning_budget_bytes(self) -> int | None:
+        """The budget on a card; None where there is none."""
+        return None if self.plan is None or self.device.type == "cpu" else self.budget_bytes
 
     def _partitioner(self, held: Sequence[Any], refusal: list[DyngranError]) -> torch_private.Partitioner:
         """The partition function of one compilation; a refusal is kept because code generators hide the classes of errors."""

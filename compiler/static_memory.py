@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dyngran.compiler.budget import Budget
-from dyngran.compiler.storages import CUDA_BLOCK_BYTES
+from dyngran.passes.devices import rounded_bytes
 from dyngran.passes.problem import Kind
 from dyngran.runtime.memory import device_memory
 from dyngran.runtime.observe import any_step_has_run
@@ -107,7 +107,7 @@ def _count(totals: dict[Kind, int], seen: set[int], tensor: torch.Tensor, kind: 
         return
     seen.add(storage._cdata)
     size = storage.nbytes()
-    totals[kind] = totals.get(kind, 0) + (size if device.type == "cpu" else -(-size // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES)
+    totals[kind] = totals.get(kind, 0) + rounded_bytes(size, device)
 
 
 def _optimizer_bytes(parameters: Iterable[torch.Tensor]) -> tuple[int, int, str]:

@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from dyngran.compiler import torch_private
+from dyngran.passes.devices import rounded_bytes
 from dyngran.passes.errors import UnknownSize
 
 _UNDECLARED_VIEWS = frozenset({"aten::_unsafe_view"})  # share their argument's storage although the schema does not say so
 _WRAPPERS = frozenset({"aten::_sparse_coo_tensor_with_dims_and_tensors", "aten::_sparse_coo_tensor_unsafe"})  # hold what they are given
-CUDA_BLOCK_BYTES = 512  # the caching allocator rounds every request up to this
 
 
 @dataclass(slots=True)
@@ -119,16 +119,12 @@ def storage_bytes(value: torch.Tensor, device: torch.device, *, on_device: bool 
     ):
         return 0
     if value.layout is not torch.strided:
-        return _rounded(torch_private.size_hint(value.numel()) * value.dtype.itemsize, device)
+        return rounded_bytes(torch_private.size_hint(value.numel()) * value.dtype.itemsize, device)
     sizes = [torch_private.size_hint(size) for size in value.shape]
     if 0 in sizes:
         return 0
     extent = 1 + sum((size - 1) * torch_private.size_hint(stride) for size, stride in zip(sizes, value.stride(), strict=True))
-    return _rounded(extent * value.dtype.itemsize, device)
-
-
-def _rounded(num_bytes: int, device: torch.device) -> int:
-    return num_bytes if device.type == "cpu" else -(-num_bytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES
+    return rounded_bytes(extent * value.dtype.itemsize, device)
 
 
 def aliased_argument(node: fx.Node) -> fx.Node | None:

@@ -7,7 +7,9 @@ supported release.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,8 +18,10 @@ from typing import Any
 import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._prims_common import compute_required_storage_length
 from torch.utils.checkpoint import CheckpointPolicy
 
+from dyngran.passes.devices import CUDA_BLOCK_BYTES, rounded_bytes
 from dyngran.passes.signature import hint
 
 Boxed = Callable[[list[Any]], Any]
@@ -298,14 +302,14 @@ def compile_inductor(
     uuid: str,
     around: Callable[[Boxed, bool], Boxed],
     on_code: Callable[[GeneratedCode], None],
-    spare_bytes: Callable[[], int | None],
+    budget_bytes: Callable[[], int | None],
     frees_at_once: Callable[[], bool],
 ) -> Callable[..., Any]:
     """Inductor, with our partition in its own door.
 
     ``on_code`` sees the generated wrapper of each graph; ``around(run, is_backward)`` may wrap the boxed callable that runs it;
-    ``spare_bytes`` is what autotuning may take for itself during the first run, None as much as it likes. ``frees_at_once`` is asked
-    once the graph is cut: if so, a buffer that has been read is freed, and not held for a later one of its size.
+    ``budget_bytes`` is what may be allocated on the card while kernels are tuned in the first run, None as much as they like.
+    ``frees_at_once`` is asked once the graph is cut: if so, a buffer that has been read is freed, and not held for a later one of its size.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -319,7 +323,7 @@ def compile_inductor(
         if getattr(compiled, "source_code", None):
             on_code(GeneratedCode(source=compiled.source_code, graph=gm, is_backward=is_backward))
         if not kwargs.get("is_inference", False) and getattr(compiled, "current_callable", None) is not None:
-            compiled.current_callable = around(tuned_within(compiled.current_callable, spare_bytes), is_backward)
+            compiled.current_callable = around(tuned_within(compiled.current_callable, budget_bytes), is_backward)
         return compiled
 
     patches = {**options, "custom_partitioner_fn": DyngranPartitioner(partition, uuid)}
@@ -332,13 +336,8 @@ def compile_inductor(
     return run
 
 
-def tuned_within(run: Boxed, spare_bytes: Callable[[], int | None]) -> Boxed:
-    """``run``, whose kernels choose among their configurations when they are first launched, with the step's memory around them.
-
-    Inductor's benchmarks clear the L2 cache by writing a buffer of its size (50 MiB on an H100); here it has ``spare_bytes`` at most.
-    """
-    from torch._inductor.runtime.benchmarking import benchmarker
-
+def tuned_within(run: Boxed, budget_bytes: Callable[[], int | None]) -> Boxed:
+    """``run``, whose kernels choose among their configurations when they are first launched, with the step's memory around them."""
     is_tuned = False
 
     def tuned(args: list[Any]) -> Any:
@@ -346,18 +345,64 @@ def tuned_within(run: Boxed, spare_bytes: Callable[[], int | None]) -> Boxed:
         if is_tuned:
             return run(args)
         is_tuned = True
-        spare = spare_bytes()
-        whole = 0 if spare is None else getattr(benchmarker, "L2_cache_size", 0)  # 0: a benchmarker of another kind
-        if spare is None or spare >= whole:
+        with _benchmarks_within(budget_bytes()):
             return run(args)
-        benchmarker.__dict__["L2_cache_size"] = spare  # where the cached property keeps its value
-        try:
-            return run(args)
-        finally:
-            benchmarker.__dict__["L2_cache_size"] = whole
 
     tuned._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's mark of this calling convention
     return tuned
+
+
+_benchmarking = threading.local()
+
+
+@contextlib.contextmanager
+def _benchmarks_within(budget_bytes: int | None) -> Iterator[None]:
+    """Inductor's benchmarks of kernels, on this thread, leave room in a budget of bytes on the card, if there is one.
+
+    They clear the L2 cache by writing a buffer of its size (50 MiB on an H100), beside copies of what a kernel writes over; here the
+    buffer is what the budget leaves beside those and all that is allocated, at most.
+    """
+    from torch._inductor.runtime.benchmarking import benchmarker
+
+    whole_bytes = 0 if budget_bytes is None else getattr(benchmarker, "L2_cache_size", 0)  # 0: a benchmarker of another kind
+    if not whole_bytes:
+        yield
+        return
+    _watch_benchmarks()
+    _benchmarking.budget_bytes, _benchmarking.whole_bytes = budget_bytes, whole_bytes
+    try:
+        yield
+    finally:
+        _benchmarking.budget_bytes = None
+        benchmarker.__dict__["L2_cache_size"] = whole_bytes  # where the cached property keeps its value
+
+
+@functools.cache
+def _watch_benchmarks() -> None:
+    """Set the buffer's size whenever Inductor has decided, before a benchmark, which arguments it sets aside in host memory."""
+    from torch._inductor.runtime.benchmarking import benchmarker
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    set_aside: Any = CachingAutotuner.copy_args_to_cpu_if_needed
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        copies = set_aside(self, *args, **kwargs)
+        budget_bytes = getattr(_benchmarking, "budget_bytes", None)
+        if budget_bytes is not None:
+            named = dict(zip(self.fn.arg_names, args, strict=False)) | kwargs
+            copied_bytes = sum(_padded_bytes(named[name]) for name in self.mutated_arg_names if name in named and name not in copies)
+            room_bytes = budget_bytes - torch.cuda.memory_allocated() - copied_bytes
+            room_bytes -= room_bytes % CUDA_BLOCK_BYTES
+            benchmarker.__dict__["L2_cache_size"] = max(0, min(_benchmarking.whole_bytes, room_bytes))
+        return copies
+
+    CachingAutotuner.copy_args_to_cpu_if_needed = watched  # type: ignore[method-assign]
+
+
+def _padded_bytes(tensor: torch.Tensor) -> int:
+    """What a copy with the same strides takes of the caching allocator."""
+    num_bytes = tensor.element_size() * compute_required_storage_length(tensor.shape, tensor.stride(), 0)
+    return rounded_bytes(num_bytes, torch.device("cuda"))
 
 
 def _keep_saved_tensors_intact() -> None:

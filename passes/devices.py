@@ -17,6 +17,12 @@ import torch
 from dyngran.passes.errors import InvalidOption
 
 MIB = 2**20
+CUDA_BLOCK_BYTES = 512  # the caching allocator rounds every request up to a multiple
+
+
+def rounded_bytes(num_bytes: int, device: torch.device) -> int:
+    """What the device's allocator takes for a request of so many bytes."""
+    return num_bytes if device.type == "cpu" else -(-num_bytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

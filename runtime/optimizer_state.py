@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dyngran.passes.devices import rounded_bytes
 from dyngran.passes.profile import on_clean_thread
 
-CUDA_BLOCK_BYTES = 512  # the caching allocator's rounding
 _DRY_FAILURES = (RuntimeError, AssertionError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 _OFF = {"fused": False, "foreach": False, "capturable": False, "differentiable": False}
 # Bytes of state per byte of parameter when the dry step fails: from torch.optim's documentation of each class.
@@ -141,7 +141,7 @@ def predicted_state_bytes(optimizer: Optimizer) -> StatePrediction:
         for tensor in _tensors(state):
             if tensor.device.type == device.type and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
-                storages[storage.data_ptr()] = _rounded(storage.nbytes(), device)
+                storages[storage.data_ptr()] = rounded_bytes(storage.nbytes(), device)
     for param in params:  # a state may be a view of its parameter
         storages.pop(param.untyped_storage().data_ptr(), None)
     future_bytes, source = _future(optimizer, device)
@@ -179,7 +179,7 @@ def _predict(optimizer: Optimizer, groups: list[dict[str, Any]], device: torch.d
             return found, "one step of a copy on meta tensors"
         reason = found
     if name in _STATES:
-        sizes = [_STATES[name](group) * _rounded(p.numel() * p.element_size(), device) for group in groups for p in group["params"]]
+        sizes = [_STATES[name](group) * rounded_bytes(p.numel() * p.element_size(), device) for group in groups for p in group["params"]]
         return sum(sizes), f"table of known optimizers ({reason})"
     return 0, f"unknown: {reason}; the state is counted when it exists"
 
@@ -256,7 +256,7 @@ def _state_bytes(copied: Any, device: torch.device, *, keeps_step_on_device: boo
             on_device = tensor.device.type == "meta" or tensor.device.type == device.type or (keeps_step_on_device and tensor.numel() == 1)
             if on_device and tensor is not twin:
                 storage = tensor.untyped_storage()
-                sizes[storage._cdata] = _rounded(storage.nbytes(), device)
+                sizes[storage._cdata] = rounded_bytes(storage.nbytes(), device)
     return sum(sizes.values())
 
 
@@ -269,7 +269,3 @@ def _tensors(value: Any) -> Iterable[Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)
-
-
-def _rounded(num_bytes: int, device: torch.device) -> int:
-    return num_bytes if device.type == "cpu" else -(-num_bytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES

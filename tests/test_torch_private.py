@@ -11,6 +11,7 @@ import pickle
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -353,7 +354,7 @@ def test_inductor_compilation_hands_out_the_generated_code_of_both_graphs() -> N
             uuid="one",
             around=around,
             on_code=codes.append,
-            spare_bytes=lambda: None,
+            budget_bytes=lambda: None,
             frees_at_once=lambda: False,
         )
 
@@ -374,22 +375,29 @@ def test_inductor_compilation_hands_out_the_generated_code_of_both_graphs() -> N
     assert weight.grad is not None
 
 
-def test_autotuning_of_a_first_run_clears_the_cache_with_what_is_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autotuning_of_a_first_run_clears_the_cache_with_what_the_budget_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor.runtime.benchmarking import benchmarker
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-    monkeypatch.setitem(benchmarker.__dict__, "L2_cache_size", 100)
-    seen: list[tuple[int, ...]] = []
+    monkeypatch.setitem(benchmarker.__dict__, "L2_cache_size", 100_000)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1_000_000)
+    function = SimpleNamespace(arg_names=["in_out_ptr0", "in_ptr0"])
+    kernel = SimpleNamespace(fn=function, mutated_arg_names=["in_out_ptr0"], optimize_mem=False)
+    seen: list[int] = []
 
     def run(args: list[Any]) -> str:
+        CachingAutotuner.copy_args_to_cpu_if_needed(kernel, torch.empty(10, 100), torch.empty(5000))  # type: ignore[arg-type]
         by_method = getattr(benchmarker, "get_device_cache_size", lambda: benchmarker.L2_cache_size)  # torch 2.12 on
-        seen.append((benchmarker.L2_cache_size, by_method(), *args))
+        assert by_method() == benchmarker.L2_cache_size
+        seen.append(benchmarker.L2_cache_size)
         return "result"
 
-    tight = torch_private.tuned_within(run, lambda: 7)
-    roomy = torch_private.tuned_within(run, lambda: 200)
+    tight = torch_private.tuned_within(run, lambda: 1_006_000)
+    roomy = torch_private.tuned_within(run, lambda: 2_000_000)
+    over = torch_private.tuned_within(run, lambda: 900_000)
     free = torch_private.tuned_within(run, lambda: None)
-    assert [tight([1]), tight([2]), roomy([3]), free([4])] == ["result"] * 4
-    assert seen == [(7, 7, 1), (100, 100, 2), (100, 100, 3), (100, 100, 4)]
+    assert [tight([1]), tight([2]), roomy([3]), over([4]), free([5])] == ["result"] * 5
+    assert seen == [1536, 100_000, 100_000, 0, 100_000]  # 6,000 less 4,096 of a copy, in blocks of 512; then as it was
 
 
 def test_inductor_turns_images_of_convolutions_to_channels_last() -> None:
