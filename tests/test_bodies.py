@@ -66,11 +66,12 @@ def train(middle: Callable[[Tensor], Tensor], **options: object) -> tuple[Net, T
     return net, x, step
 
 
+SCANS = pytest.mark.skipif(torch.__version__ < "2.12", reason="the scan's backward is refused by torch 2.11's own aot_eager as well")
 CASES = [
     (in_a_branch, "eager"),
     (in_regions, "eager"),
     (in_a_map, "eager"),
-    (in_a_scan, "eager"),
+    pytest.param(in_a_scan, "eager", marks=SCANS),
     (in_a_branch, "inductor"),
     (in_regions, "inductor"),
 ]
