@@ -21,7 +21,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 from torch._prims_common import compute_required_storage_length
 from torch.utils.checkpoint import CheckpointPolicy
 
-from dyngran.passes.devices import CUDA_BLOCK_BYTES, rounded_bytes
+from dyngran.passes.devices import CUDA_BLOCK_BYTES, CUDA_UNSPLIT_BYTES, rounded_bytes
 from dyngran.passes.signature import hint
 
 Boxed = Callable[[list[Any]], Any]
@@ -390,17 +390,17 @@ def _watch_benchmarks() -> None:
         budget_bytes = getattr(_benchmarking, "budget_bytes", None)
         if budget_bytes is not None:
             named = dict(zip(self.fn.arg_names, args, strict=False)) | kwargs
-            copied_bytes = sum(_padded_bytes(named[name]) for name in self.mutated_arg_names if name in named and name not in copies)
-            room_bytes = budget_bytes - torch.cuda.memory_allocated() - copied_bytes
-            room_bytes -= room_bytes % CUDA_BLOCK_BYTES
+            copied = [named[name] for name in self.mutated_arg_names if name in named and name not in copies]
+            taken_bytes = torch.cuda.memory_allocated() + sum(map(_copy_bytes, copied)) + CUDA_UNSPLIT_BYTES * (1 + len(copied))
+            room_bytes = (budget_bytes - taken_bytes) // CUDA_BLOCK_BYTES * CUDA_BLOCK_BYTES
             benchmarker.__dict__["L2_cache_size"] = max(0, min(_benchmarking.whole_bytes, room_bytes))
         return copies
 
     CachingAutotuner.copy_args_to_cpu_if_needed = watched  # type: ignore[method-assign]
 
 
-def _padded_bytes(tensor: torch.Tensor) -> int:
-    """What a copy with the same strides takes of the caching allocator."""
+def _copy_bytes(tensor: torch.Tensor) -> int:
+    """What a copy with the same strides asks of the caching allocator."""
     num_bytes = tensor.element_size() * compute_required_storage_length(tensor.shape, tensor.stride(), 0)
     return rounded_bytes(num_bytes, torch.device("cuda"))
 

@@ -17,7 +17,8 @@ import torch
 from dyngran.passes.errors import InvalidOption
 
 MIB = 2**20
-CUDA_BLOCK_BYTES = 512  # the caching allocator rounds every request up to a multiple
+CUDA_BLOCK_BYTES = 512  # the caching allocator rounds every request up to a multiple, and
+CUDA_UNSPLIT_BYTES = 2**20  # gives a free block whole, and counts it so, if no more than this of it would be left over
 
 
 def rounded_bytes(num_bytes: int, device: torch.device) -> int:
