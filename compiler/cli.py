@@ -27,6 +27,9 @@ Number = TypeVar("Number", int, float)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code. argparse leaves with 2 on arguments that it does not know."""
     options = _parser().parse_args(arguments)
+    if sys.stdout is None:  # `>&-`
+        print("dyngran-plan: cannot write the output: standard output is closed.", file=sys.stderr)
+        return 2
     in_terminal = sys.stdout.isatty() or "COLUMNS" in os.environ
     console = Console(highlight=False, width=None if in_terminal else PIPE_COLUMNS)
     try:

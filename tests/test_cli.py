@@ -221,3 +221,11 @@ def test_output_that_cannot_be_written_is_one_sentence_and_exit_code_2(plan_file
         done = in_a_process([plan_file if word == "." else word for word in [*arguments, plan_file]], full.fileno())
     assert done.stderr == "dyngran-plan: cannot write the output: No space left on device.\n"
     assert done.returncode == 2
+
+
+def test_no_output_at_all_is_one_sentence_and_exit_code_2(
+    plan_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout", None)  # as Python starts under `>&-`
+    assert main(["show", plan_file]) == 2
+    assert capsys.readouterr().err == "dyngran-plan: cannot write the output: standard output is closed.\n"
