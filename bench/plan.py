@@ -142,6 +142,10 @@ def find_cases(args: argparse.Namespace) -> Iterator[Case]:
     for path in args.graphs:
         try:
             cases = load_cases(path, fused=not args.eager)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: not JSON ({error})") from error
+        except OSError as error:
+            raise ValueError(f"{path}: {error.strerror or error}") from error
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
         for case in cases:
@@ -155,6 +159,8 @@ def find_cases(args: argparse.Namespace) -> Iterator[Case]:
 
 def check_saved(path: Path, cases: Sequence[Case]) -> None:
     """Raises OSError or ValueError, which names the file, if it holds no saved set of a graph of this run."""
+    if not path.exists():
+        raise ValueError(f"{path}: there is no such file")
     own = [case for case in cases if path.name.startswith(case.graph)]
     if not own:
         raise ValueError(f"{path}: its name begins with that of no graph of this run")
@@ -215,8 +221,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def share(text: str) -> float:
-    if not 0.0 <= (value := float(text)) <= 1.0:
-        raise argparse.ArgumentTypeError(f"{text} is no share between 0 and 1")
+    if not 0.0 < (value := float(text)) <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is no share above 0 and up to 1")
     return value
 
 

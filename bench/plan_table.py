@@ -41,13 +41,13 @@ def shown_saved(row: Row) -> str:
 
 def shown_frontier(row: Row) -> str:
     """Every budget of a frontier, and a line for all of them."""
-    lines = []
+    lines = [f"{row['graph'][:32]:32} {row['nodes']:>6} ops  {row['solver']}:"]
     for budget_bytes, peak_bytes, cost_us in row["points"]:
         found = "no plan fits" if cost_us is None else f"peak {format_bytes(peak_bytes):>10}  cost {cost_us / 1e3:10.3f} ms"
         lines.append(f"    budget {format_bytes(budget_bytes):>10}  {found}")
     num_found = sum(cost_us is not None for _, _, cost_us in row["points"])
-    head = f"{row['graph'][:32]:32} {row['nodes']:>6} ops  {row['solver']}: frontier of {row['frontier']} budgets, {num_found} with a plan"
-    return "\n".join([*lines, f"{head}{', cut short' if row['truncated'] else ''}, {row['seconds']:.3f} s"])
+    end = f"    frontier of {row['frontier']} budgets, {num_found} with a plan"
+    return "\n".join([*lines, f"{end}{', cut short' if row['truncated'] else ''}, {row['seconds']:.3f} s"])
 
 
 def side_by_side(rows: Sequence[Row], notes: Notes) -> str:

@@ -43,7 +43,7 @@ def frontier(handle: Handle = None) -> tuple[Outcome, ...]:
     graphs = registry.graphs_of(handle)
     graph = max(graphs, key=lambda one: len(one.strategy.problem.ops) if one.strategy is not None else 0)
     assert graph.strategy is not None
-    return graph.strategy.planner.frontier()
+    return graph.strategy.planner.frontier(with_orders=True)
 
 
 def save_plan(path: str | os.PathLike[str], handle: Handle = None) -> Path:

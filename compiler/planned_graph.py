@@ -278,6 +278,8 @@ class PlannedGraph:
                     raise refusal[0]
             if self._fits(account):
                 return run
+            if self.options.plan is not None:
+                break
         raise self._refusal()
 
     def _rules_out_plan(self, error: Exception) -> bool:
@@ -393,7 +395,7 @@ class PlannedGraph:
         assert self.plan is not None and self.budget_bytes is not None and self.strategy is not None
         besides = self._held_bytes + self._reserve_bytes + self.strategy.margin_bytes + self.strategy.refusal_room_bytes
         least_bytes = self.strategy.least_need_bytes() + besides
-        hint = f"Code of {MAX_COMPILES} plans was generated and each needs more. Raise the budget or lower the batch size."
+        hint = "The code of every plan that was tried needs more than its simulation. Raise the budget or lower the batch size."
         return BudgetTooSmall(
             budget_bytes=self.budget_bytes,
             least_peak_bytes=least_bytes,

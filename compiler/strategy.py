@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -68,6 +69,7 @@ class Strategy:
         margin_bytes: by how much measured peaks were above accounted ones.
         correction_bytes: by how much the generated code needs more than the simulator said, for the last plan.
         accounted: peak with the problem's static bytes by generated code, per saved set.
+        generated: the saved sets among them whose code was generated here, and not by an earlier process.
         num_misses: plans in a row whose generated code passed the limit although the guess did not.
         is_plain: True once the code generator failed on a plan: then only plans that a person might write are proposed.
         is_code_read: False once generated code could not be accounted for: plans then stand and fall by their simulation.
@@ -92,6 +94,7 @@ class Strategy:
         self.accounted = {saved: static + transient for saved, transient in recall_transients(self.store_key).items()}
         for saved in self.accounted:
             self.planner.add(saved, "stored")
+        self.generated: set[frozenset[int]] = set()
         self.free: Outcome = self.planner.add(self.problem.stock.get(STOCK, self.simulator.default_saved), "stock")
 
     @classmethod
@@ -284,8 +287,13 @@ class Strategy:
         return plan
 
     def _by_name(self, limit: int | None) -> Plan:
-        """The plan of the solver that was asked for; the one that it named as the least in an earlier refusal does count."""
+        """The plan of the solver that was asked for; the one that it named as the least in an earlier refusal does count.
+
+        Under Inductor a plan whose code needs more than its simulation said gives way to another of the same solver.
+        """
         solver = self.options.solver
+        if limit is not None and self.problem.fused:
+            return self._by_name_in_code(limit)
         schedule = None if limit is None or self.problem.fused else recall_schedule(self.store_key, limit, solver)
         stored = None if schedule is None else self.planner.add_schedule(schedule, solver)
         if stored is not None and limit is not None and stored.peak_bytes <= limit:
@@ -304,6 +312,16 @@ class Strategy:
                 hint=error.hint,
             ) from None
 
+    def _by_name_in_code(self, limit: int) -> Plan:
+        solver = self.options.solver
+        with contextlib.suppress(BudgetTooSmall):  # by simulation
+            self.planner.solve(limit - max(0, self.correction_bytes), solver=solver)
+        outcomes = self._outcomes()
+        fitting = self._fitting(outcomes, limit)
+        if not fitting:
+            return self._last_resort(limit, outcomes)
+        return self._plan_of(min(fitting, key=lambda outcome: (outcome.time_us, outcome.peak_bytes)), solver)
+
     def rule_out(self, plan: Plan) -> bool:
         """The code generator failed on a plan: from now on take those that people write, which it is used to. False if it is one."""
         if self.is_plain or self.options.plan is not None or self.options.solver != "auto" or plan.saved == self.free.saved:
@@ -314,7 +332,7 @@ class Strategy:
     def _fitting(self, outcomes: Sequence[Outcome], limit: int) -> list[Outcome]:
         """The plans within the limit. Guesses are worth `MAX_MISSES` compilations in a row where generated code is known to fit."""
         fitting = [outcome for outcome in outcomes if self._need(outcome) <= limit]
-        is_one_known = any(self.need_of(saved) <= limit for saved in self.accounted)
+        is_one_known = any(self.need_of(saved) <= limit for saved in self._known())
         if self.num_misses < MAX_MISSES or not is_one_known:
             return fitting
         return [outcome for outcome in fitting if self._is_known(outcome)]
@@ -324,12 +342,19 @@ class Strategy:
         return outcome.schedule is None and outcome.saved in self.accounted
 
     def _outcomes(self) -> list[Outcome]:
-        """The planner's frontier and every plan whose code was generated: by its code it may need less than its simulation said."""
-        frontier = self.planner.frontier()
-        if self.is_plain:
-            frontier = tuple(entry.outcome for name in PLAIN_SOLVERS for entry in self.planner.found_by(name))
+        """The planner's frontier and every plan whose code was generated: by its code it may need less than its simulation said. Of a
+        solver that was asked for by name, what it has proposed."""
+        if self.options.solver != "auto" or self.is_plain:
+            names = PLAIN_SOLVERS if self.is_plain else (self.options.solver,)
+            frontier = tuple(entry.outcome for name in names for entry in self.planner.found_by(name))
+        else:
+            frontier = self.planner.frontier()
         on_frontier = {outcome.saved for outcome in frontier if outcome.schedule is None}
-        return [*frontier, *(self.simulator.evaluate(saved) for saved in self.accounted if saved not in on_frontier)]
+        return [*frontier, *(self.simulator.evaluate(saved) for saved in self._known() if saved not in on_frontier)]
+
+    def _known(self) -> Collection[frozenset[int]]:
+        """Plans whose code was accounted for; of a solver that was asked for by name, here: another process may have asked another."""
+        return self.accounted if self.options.solver == "auto" else self.generated
 
     def _last_resort(self, limit: int, outcomes: list[Outcome]) -> Plan:
         """Nothing fits by what is known. Before a refusal, code is generated for plans that might fit (half way down and the least by
@@ -365,6 +390,8 @@ class Strategy:
         )
 
     def _hint(self, limit: int, best: Outcome) -> str:
+        if self.options.solver != "auto":
+            return self.planner.hint_of_other_solvers(limit, self.options.solver)
         if best.schedule is None or limit <= self.problem.total_static_bytes:
             return self.planner.hint(limit, best)
         return "Values are made again there as often as it takes: raise the budget to the least peak or lower the batch size."
@@ -395,7 +422,7 @@ class Strategy:
         its simulation, `MAX_DOUBTS` between that and the least need that is known. None if nothing speaks for another compilation."""
         static = self.problem.total_static_bytes
         first = min(outcomes, key=lambda one: one.peak_bytes)
-        least = min((self._peak_of(saved) for saved in self.accounted), default=None)
+        least = min((self._peak_of(saved) for saved in self._known()), default=None)
         if least is None or (first.saved not in self.accounted and first.peak_bytes < least):
             return first
         better = [one for one in unknown if one.peak_bytes - static < (1 - DOUBTED_SHARE) * (least - static)]
@@ -405,7 +432,7 @@ class Strategy:
         return min(better, key=lambda one: abs(2 * one.peak_bytes - first.peak_bytes - least))
 
     def _plan_of(self, outcome: Outcome, solver: str) -> Plan:
-        is_cut_off = self.planner.truncated and solver.startswith(SEARCHED)
+        is_cut_off = self.planner.truncated and solver.startswith((SEARCHED, self.options.solver))
         return decide(self.simulator, outcome, budget_bytes=None, solver=solver, fastest_us=self.free.time_us, truncated=is_cut_off)
 
     def _from_file(self, limit: int | None) -> Plan:
@@ -475,6 +502,7 @@ class Strategy:
         """The plan with the peak that its generated code really needs; what that differs by moves the guess for plans without code."""
         static = self.problem.total_static_bytes
         self.accounted[plan.saved] = static + transient_bytes
+        self.generated.add(plan.saved)
         self.correction_bytes = static + transient_bytes - self.simulator.evaluate(plan.saved).peak_bytes
         remember_transient(self.store_key, plan.saved, transient_bytes)
         plan = replace(plan, peak_bytes=plan.static_bytes + transient_bytes + self.margin_bytes)
@@ -498,7 +526,7 @@ class Strategy:
 
     def least_need_bytes(self) -> int:
         """Least transient budget of any plan whose code was generated."""
-        return min(self.need_of(saved) for saved in self.accounted) - self.problem.total_static_bytes
+        return min(self.need_of(saved) for saved in self._known()) - self.problem.total_static_bytes
 
     def notes_of(self, plan: Plan) -> list[str]:
         """Sentences for `explain`."""

@@ -685,6 +685,36 @@ def test_on_a_card_generated_code_leaves_the_allocator_room(options: dict[str, o
     assert strategy.need_of(plan.saved) == static + transient + room
 
 
+def test_a_named_solvers_plan_whose_code_needs_more_gives_way_to_another_of_its_own() -> None:
+    """Code needs a tenth more than simulated: a plan of the same solver is found that fits, or a refusal names what one needs."""
+    layers = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)])
+    captured = traced(layers, (torch.randn(256, 64),))
+    captured = replace(captured, problem=replace(captured.problem, fused=True))
+    static = captured.problem.total_static_bytes
+    options = parse_options({"keep_below": 0, "solver": "mincut"}, environ={})
+    strategy = Strategy(captured, options, "a graph of this test alone: layers")
+    elsewhere = frozenset[int]()  # another process has found a plan of another solver that needs little
+    strategy.accounted[elsewhere] = static + 1
+
+    def compiled(budget_bytes: int) -> list[Plan]:
+        tried: list[Plan] = []
+        while not tried or not strategy.fits(tried[-1]):
+            plan = strategy.solve(budget_bytes, held_bytes=static, tight=False)
+            assert len(tried) < MAX_COMPILES
+            tried.append(strategy.account(plan, int(1.1 * (strategy.simulator.evaluate(plan.saved).peak_bytes - static))))
+        return tried
+
+    strategy.planner.solve(None, solver="mincut")
+    entries = strategy.planner.found_by("mincut")
+    tried = compiled(entries[len(entries) // 2].outcome.peak_bytes + LOSS_BYTES)
+    assert len(tried) > 1 and len({plan.saved for plan in tried}) == len(tried)
+    with pytest.raises(BudgetTooSmall, match="solver='mincut' alone") as refusal:
+        compiled(static + 2)
+    least = refusal.value.least_peak_bytes
+    assert static + 2 < least == min(strategy.need_of(saved) for saved in strategy.generated)
+    assert compiled(least)[-1].peak_bytes <= least
+
+
 def test_guesses_do_not_keep_a_plan_that_is_known_to_fit_from_being_used() -> None:
     """Each plan whose code was not generated yet turns out to need one byte more than there is: after two of them, the known one."""
     captured = traced(Mlp(), (torch.randn(256, 64),))

@@ -337,7 +337,7 @@ def test_a_file_of_something_else_is_refused_by_name(content: str, wrong: str, t
     [
         ([], "nothing to plan"),
         (["absent.json"], "absent.json"),
-        (["--layers", "1", "--fractions", "50"], "50 is no share between 0 and 1"),
+        (["--layers", "1", "--fractions", "50"], "50 is no share above 0 and up to 1"),
         (["--layers", "0"], "0 is below 1"),
         (["--layers", "1", "--limit-s", "0"], "no number of seconds above 0"),
         (["--layers", "1", "--solver", "mutow"], "invalid choice: 'mutow'"),

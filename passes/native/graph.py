@@ -129,6 +129,8 @@ class NativeGraph:
     """
 
     def __init__(self, problem: Problem, *, live_bytes: Sequence[int] | None = None, segment_ops: int = SEGMENT_OPS) -> None:
+        if segment_ops < 1:
+            raise ValueError(f"segment_ops must be at least 1, got {segment_ops}")
         values, ops = problem.values, problem.ops
         late = {value.index for value in values if value.kind is Kind.TANGENT}
         for op in ops:

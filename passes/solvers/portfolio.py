@@ -1,9 +1,10 @@
 """The portfolio: several solvers propose plans, the simulator judges them, the archive answers every budget.
 
-The search does not look at the budget: it fills the whole frontier once. So the answer to a budget does not depend on which budgets
-were asked before (solvers that were asked by name before leave their plans to it), a smaller budget never gives a larger peak or a
+The search does not look at the budget: it fills the whole frontier once. So how fast the answer to a budget is does not depend on which
+budgets were asked before (solvers that were asked by name before leave their plans to it), a smaller budget never gives a larger peak or a
 faster step, and a new budget costs one look-up. Only where no saved set is proven to be the fastest and order is ours (no fusing code
-generator) are schedules searched as well, in which values may be made more often: on rungs that do not depend on the budget either.
+generator) are schedules searched as well, in which values may be made more often: on rungs that do not depend on the budget either. One of
+them may take the place of a saved set that is as fast and peaks higher, for budgets asked later.
 """
 
 from __future__ import annotations
@@ -137,12 +138,14 @@ class Planner:
             archive = self.judge.by_solver[solver]
         is_proven = self.problem.fused and "exhaustive" in self._done and not self.truncated and solver == "auto"
         proof = exhaustive.PROOF if is_proven else ""
-        hint = "" if solver == "auto" else self._hint_of_other_solvers(budget_bytes, solver)
+        hint = "" if solver == "auto" else self.hint_of_other_solvers(budget_bytes, solver)
         return plan_from(self.judge, archive, budget_bytes, solver=solver, truncated=self.truncated, proof=proof, hint=hint)
 
-    def frontier(self) -> tuple[Outcome, ...]:
-        """Every plan on the Pareto frontier, least peak first; runs the search if it has not run."""
+    def frontier(self, *, with_orders: bool = False) -> tuple[Outcome, ...]:
+        """Every plan on the Pareto frontier, least peak first; runs the search if it has not run, and that over orders if asked to."""
         self._search()
+        if with_orders and not self.truncated and not self._is_all_forward:
+            self._search_rungs_of_orders()
         return tuple(entry.outcome for entry in self.judge.archive.frontier())
 
     def found_by(self, solver: str) -> tuple[Entry, ...]:
@@ -165,8 +168,10 @@ class Planner:
         """What the least reachable peak consists of, and what would help."""
         return (CUT_SHORT if self.truncated else "") + hint_of(self.judge, budget_bytes, least)
 
-    def _hint_of_other_solvers(self, budget_bytes: int | None, solver: str) -> str:
-        found = " has a plan that fits." if self.judge.archive.best(budget_bytes) else " may find a smaller plan."
+    def hint_of_other_solvers(self, budget_bytes: int | None, solver: str) -> str:
+        """What a refusal of a solver asked for by name says of the others: with fusion their plans may need more than simulated."""
+        is_one_known = not self.problem.fused and self.judge.archive.best(budget_bytes) is not None
+        found = " has a plan that fits." if is_one_known else " may find a smaller plan."
         return f"This is the least that solver={solver!r} alone reaches: solver='auto'{found}"
 
     @property
