@@ -379,15 +379,20 @@ def _benchmarks_within(budget_bytes: int | None) -> Iterator[None]:
 
 @functools.cache
 def _watch_benchmarks() -> None:
-    """Set the buffer's size whenever Inductor has decided, before a benchmark, which arguments it sets aside in host memory."""
+    """Set the buffer's size whenever Inductor has decided, before a benchmark, which arguments it sets aside in host memory: those whose
+    copies on the card would raise the peak. Of forward code it does not ask itself, so it is told to."""
     from torch._inductor.runtime.benchmarking import benchmarker
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     set_aside: Any = CachingAutotuner.copy_args_to_cpu_if_needed
 
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        copies = set_aside(self, *args, **kwargs)
         budget_bytes = getattr(_benchmarking, "budget_bytes", None)
+        asks, self.optimize_mem = self.optimize_mem, self.optimize_mem or budget_bytes is not None
+        try:
+            copies = set_aside(self, *args, **kwargs)
+        finally:
+            self.optimize_mem = asks
         if budget_bytes is not None:
             named = dict(zip(self.fn.arg_names, args, strict=False)) | kwargs
             copied = [named[name] for name in self.mutated_arg_names if name in named and name not in copies]
