@@ -31,7 +31,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent)]  # `python -P` leaves the 
 import long_anneal  # noqa: E402  # found by the line above
 from layered import layered_problem, layers_for  # noqa: E402
 from plan_table import StageClock, shown, shown_frontier, shown_saved, side_by_side  # noqa: E402
-from rows import BestKnown, Case, MakePlanner, Notes, Row, frontier_row, load_cases, load_saved, rows_of, saved_row  # noqa: E402
+from rows import BestKnown, Case, MakePlanner, Notes, Row, frontier_row, load_cases, load_saved, replay_line, rows_of, saved_row  # noqa: E402
 
 from dyngran.passes.solvers.portfolio import MAX_SECONDS, SOLVERS, Planner  # noqa: E402
 
@@ -84,6 +84,8 @@ class Run:
             self._timed(case, solver, frontier if self._args.frontier else budgets)
         if count:
             self._timed(case, long_anneal.NAME, budgets)
+        if self._args.profile:
+            self._stages.append(replay_line(case))
         for path in self._args.saved:
             if path.name.startswith(case.graph):
                 self._keep(saved_row(case, path, planner=lambda problem: Planner(problem, max_seconds=self._args.limit_s)))
@@ -128,7 +130,7 @@ class Run:
 def growth(rows: Sequence[Row]) -> Iterator[str]:
     """How planning from scratch grows from the shallowest synthetic graph to the deeper ones."""
     first: dict[str, Row] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row["nodes"]):
         if row["first_budget"] and row["graph"].startswith(SYNTHETIC):
             known = first.setdefault(row["solver"], row)
             if known is not row:

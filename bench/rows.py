@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import graphs
@@ -25,6 +26,7 @@ import node_link
 from dyngran.passes.errors import BudgetTooSmall
 from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Problem
+from dyngran.passes.simulate import Simulator
 from dyngran.passes.solvers.portfolio import LOOK_AT_BUDGET, Planner
 
 Row = dict[str, Any]
@@ -97,6 +99,28 @@ def rows_of(
         row |= {"first_budget": place == 0, "seconds": round(seconds, 3), "max_rss_bytes": max_rss_bytes()}
         yield notes.added(case, row)
         start = time.perf_counter()
+
+
+def replay_line(case: Case, *, num_plans: int = 100) -> str:
+    """Milliseconds in which the next plan is simulated, by how much it differs from the one before."""
+    simulator = Simulator(case.problem)
+    native, everything, rng = simulator.native, simulator.candidates, Random(0)
+    if not everything:
+        return f"{case.graph}: nothing crosses to backward, so there is nothing to simulate again"
+
+    def mean_ms(num_differing: int) -> float:
+        saved, masks = simulator.default_saved, []
+        for _ in range(num_plans):
+            saved ^= frozenset(rng.sample(everything, num_differing))
+            masks.append(native.mask(saved))
+        start = time.perf_counter()
+        for mask in masks:
+            native.evaluate(mask)
+        return (time.perf_counter() - start) * 1e3 / num_plans
+
+    simulator.evaluate(simulator.default_saved)
+    one, half = mean_ms(1), mean_ms(max(1, len(everything) // 2))
+    return f"{case.graph}: the next plan is simulated in {one:.3f} ms if one value differs, in {half:.3f} ms if half of them do"
 
 
 def load_saved(path: Path, case: Case) -> tuple[int, ...]:

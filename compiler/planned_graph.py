@@ -279,7 +279,7 @@ class PlannedGraph:
             if self._fits(account):
                 return run
             if self.options.plan is not None:
-                break
+                break  # there is no other plan to try
         raise self._refusal()
 
     def _rules_out_plan(self, error: Exception) -> bool:

@@ -39,7 +39,7 @@ from dyngran.passes.fingerprint import fingerprint
 from dyngran.passes.order_rules import OrderRules, at_the_ends, check_order
 from dyngran.passes.plan import Plan, Schedule
 from dyngran.passes.problem import Kind, Problem
-from dyngran.passes.schedule import check_schedule, replay_schedule, timeline_of
+from dyngran.passes.schedule import check_schedule, replay_schedule
 from dyngran.passes.simulate import Outcome, Simulator
 from dyngran.passes.solvers.portfolio import Planner
 
@@ -390,10 +390,8 @@ class Strategy:
         )
 
     def _hint(self, limit: int, best: Outcome) -> str:
-        if self.options.solver != "auto":
-            return self.planner.hint_of_other_solvers(limit, self.options.solver)
         if best.schedule is None or limit <= self.problem.total_static_bytes:
-            return self.planner.hint(limit, best)
+            return self.planner.hint(limit, best, solver=self.options.solver)
         return "Values are made again there as often as it takes: raise the budget to the least peak or lower the batch size."
 
     def _hint_of_carried(self, best: Outcome) -> str:
@@ -404,7 +402,7 @@ class Strategy:
                 "model is called again."
             )
         outputs_bytes = self._outputs_bytes()
-        timeline = timeline_of(self.simulator, best)
+        timeline = self.planner.judge.timeline(best)
         in_forward = max(timeline.live_bytes[: timeline.num_forward], default=0) + outputs_bytes
         beyond_bytes = in_forward - (best.peak_bytes - self.problem.total_static_bytes)
         if beyond_bytes <= NAMED_SHARE * best.peak_bytes:
@@ -542,7 +540,7 @@ class Strategy:
     def pinned_at_peak(self, plan: Plan | Outcome) -> tuple[tuple[str, int], ...]:
         """``(label, bytes)`` of the largest values live at the peak of a plan."""
         values = self.problem.values
-        live = timeline_of(self.simulator, plan).live_at_peak
+        live = self.planner.judge.timeline(plan).live_at_peak
         return tuple((values[value].label or values[value].name, size) for value, size in live[:8])
 
 

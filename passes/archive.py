@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from dyngran.passes.native.graph import NativeOutcome
-from dyngran.passes.plan import Schedule
+from dyngran.passes.plan import Plan, Schedule
 from dyngran.passes.schedule import replay_schedule, timeline_of, with_sources
 from dyngran.passes.simulate import Outcome, Simulator, Timeline
 
@@ -86,7 +86,7 @@ class Judge:
         self.by_solver: dict[str, Archive] = {}
         self.num_evaluations = 0
         self._known: dict[bytes, Outcome] = {}
-        self._drawn: tuple[Outcome, Timeline] | None = None
+        self._drawn: tuple[Plan | Outcome, Timeline] | None = None
 
     def __call__(self, saved: Iterable[int], solver: str) -> Outcome:
         native = self.simulator.native
@@ -123,8 +123,8 @@ class Judge:
         self._keep(outcome, solver)
         return outcome
 
-    def timeline(self, outcome: Outcome) -> Timeline:
-        """The curve of what an outcome's plan runs; that of the last one is kept, since refusals ask for the same one again."""
+    def timeline(self, outcome: Plan | Outcome) -> Timeline:
+        """The curve of what a plan runs; that of the last one is kept, since refusals ask for the same one again."""
         if self._drawn is None or self._drawn[0] is not outcome:
             self._drawn = outcome, timeline_of(self.simulator, outcome)
         return self._drawn[1]

@@ -25,7 +25,7 @@ import dyngran
 from dyngran.compiler.accounting import Measure, WrapperAccount, wrapper_peak
 from dyngran.compiler.capture import Captured, JointGraph
 from dyngran.compiler.options import parse_options
-from dyngran.compiler.planned_graph import MAX_COMPILES
+from dyngran.compiler.planned_graph import MAX_COMPILES, PlannedGraph
 from dyngran.compiler.storages import Storages
 from dyngran.compiler.strategy import KNOWN_SLACK, LOSS_BYTES, MAX_DOUBTS, MAX_MISSES, SLACK_BYTES, Strategy
 from dyngran.compiler.torch_private import GeneratedCode
@@ -713,6 +713,25 @@ def test_a_named_solvers_plan_whose_code_needs_more_gives_way_to_another_of_its_
     least = refusal.value.least_peak_bytes
     assert static + 2 < least == min(strategy.need_of(saved) for saved in strategy.generated)
     assert compiled(least)[-1].peak_bytes <= least
+
+
+def test_code_of_a_plan_file_that_needs_more_is_generated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = Mlp(), torch.randn(64, 64)
+    torch._dynamo.reset()
+    first = torch.compile(module, backend="dyngran")
+    first(x).sum().backward()
+    path = dyngran.save_plan(tmp_path / "plan.json", first)
+    torch._dynamo.reset()
+    known_fits, tried = PlannedGraph._fits, []
+
+    def never_fits(self: PlannedGraph, account: WrapperAccount) -> bool:
+        tried.append(known_fits(self, account))
+        return False
+
+    monkeypatch.setattr(PlannedGraph, "_fits", never_fits)
+    with pytest.raises(BudgetTooSmall, match="needs more than its simulation"):
+        torch.compile(module, backend="dyngran", options={"plan": str(path), "budget": 2**30})(x)
+    assert tried == [True]
 
 
 def test_guesses_do_not_keep_a_plan_that_is_known_to_fit_from_being_used() -> None:

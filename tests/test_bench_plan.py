@@ -251,6 +251,7 @@ def test_deeper_models_are_compared_with_the_first_and_stages_add_up(tmp_path: P
     assert planned("--layers", 1, 2, "--solver", "region", "--fractions", 0.5, "--profile", "--best", tmp_path / "b.json") == 0
     out = capsys.readouterr().out
     assert "region: layered-2 takes" in out and "x the seconds of layered-1" in out
+    assert re.search(r"layered-2: the next plan is simulated in 0\.\d+ ms if one value differs, in \d+\.\d+ ms if half of them do", out)
     assert "layered-2, region: seconds per stage" in out and "Threads are not profiled" in out and "portfolio.py" in out
 
 
@@ -338,6 +339,7 @@ def test_a_file_of_something_else_is_refused_by_name(content: str, wrong: str, t
         ([], "nothing to plan"),
         (["absent.json"], "absent.json"),
         (["--layers", "1", "--fractions", "50"], "50 is no share above 0 and up to 1"),
+        (["--layers", "1", "--fractions", "0"], "0 is no share above 0 and up to 1"),
         (["--layers", "0"], "0 is below 1"),
         (["--layers", "1", "--limit-s", "0"], "no number of seconds above 0"),
         (["--layers", "1", "--solver", "mutow"], "invalid choice: 'mutow'"),

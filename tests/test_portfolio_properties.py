@@ -66,6 +66,15 @@ def test_the_frontier_is_monotone_whatever_is_asked_first(name: str) -> None:
     assert not planner.truncated
 
 
+def test_a_frontier_with_orders_reaches_the_least_peak_that_a_refusal_names() -> None:
+    planner = Planner(FAMILIES["irregular"]())
+    by_sets, by_orders = planner.frontier(), planner.frontier(with_orders=True)
+    assert by_orders[0].peak_bytes < by_sets[0].peak_bytes and by_orders[0].schedule is not None
+    with pytest.raises(BudgetTooSmall) as refusal:
+        planner.solve(planner.problem.total_static_bytes + 1)
+    assert refusal.value.least_peak_bytes == by_orders[0].peak_bytes
+
+
 @pytest.mark.parametrize("name", ["irregular", "encoder and decoder", "conv net"])
 def test_a_smaller_budget_is_never_faster_where_only_schedules_fit(name: str) -> None:
     """Budgets above and below the least peak of any saved set that was found; each answer is the same for a planner that was asked nothing

@@ -130,7 +130,7 @@ void dyngran_normalize(Search* search, const uint8_t* wished, uint8_t* crossing)
 }
 
 // Op and bytes live per kernel of what was evaluated last; both have Outcome.num_kernels places.
-void dyngran_curve(Search* search, int32_t* ops, int64_t* live_bytes) {
+void dyngran_curve(const Search* search, int32_t* ops, int64_t* live_bytes) {
   std::vector<int32_t> found_ops;
   std::vector<int64_t> found_bytes;
   search->replay().curve(found_ops, found_bytes);
@@ -140,7 +140,7 @@ void dyngran_curve(Search* search, int32_t* ops, int64_t* live_bytes) {
 
 // Most bytes live in each region, of what was evaluated last. `forward_place` and `backward_place` are the region of each op, -1 where it
 // says nothing: such a kernel belongs to the one before it in forward, to the next one in backward (it is made for that one).
-void dyngran_region_peaks(Search* search, int32_t num_forward, const int32_t* forward_place, const int32_t* backward_place,
+void dyngran_region_peaks(const Search* search, int32_t num_forward, const int32_t* forward_place, const int32_t* backward_place,
                           int64_t* forward_peaks, int64_t* backward_peaks) {
   std::vector<int32_t> ops;
   std::vector<int64_t> live;

@@ -89,9 +89,9 @@ class Pass {
   };
   struct Folded {  // of a value
     Span sources;
-    int32_t last_segment = -1;                           // that touches it
-    int32_t last = 0;                                    // kernel of the segment that is being worked on
-    int32_t loaded_by = -1, loaded_at = 0;               // nest, and the stamp of when
+    int32_t last_segment = -1;                                  // that touches it
+    int32_t last = 0;                                           // kernel of the segment that is being worked on
+    int32_t loaded_by = -1, loaded_at = 0;                      // nest, and the stamp of when
     int32_t was_touched_at = 0, touched_at = 0, merged_at = 0;  // stamps
   };
 

@@ -35,6 +35,7 @@ class Search {
  public:
   Search(const Graph& graph) : graph(graph), normalizer(graph), here_(std::make_unique<Replay>(graph)) {}
   Replay& replay() { return *here_; }
+  const Replay& replay() const { return *here_; }
   // Walks from `start` (one byte per value) by moves over `classes` of like values in the graph's order. Every plan on the way is
   // offered to `archive`. Returns how many were evaluated.
   int64_t walk(const uint8_t* start, const Rows& classes, const Settings& settings, const volatile int32_t* stop);

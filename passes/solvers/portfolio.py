@@ -63,7 +63,7 @@ LOOK_AT_BUDGET = ("hierarchical", "ilp", "mincut", "anneal", "revolve", "dtr")  
 MAX_SECONDS = 30.0  # safety stop
 SEED_WORK = 400_000  # op visits of the plans that each classic policy may seed the search with
 MIN_SEEDS = 20
-MAX_BETWEEN_CUTS = 4  # times as many plans between cuts
+MAX_BETWEEN_CUTS = 4  # times as many plans between cuts as a policy may seed
 NUM_CUT_RUNGS = 10
 CUT_SWEEPS = 2  # that are looked into for each rung
 NUM_GUIDES = 12  # plans of others whose choices are options of the hierarchical planner
@@ -138,7 +138,7 @@ class Planner:
             archive = self.judge.by_solver[solver]
         is_proven = self.problem.fused and "exhaustive" in self._done and not self.truncated and solver == "auto"
         proof = exhaustive.PROOF if is_proven else ""
-        hint = "" if solver == "auto" else self.hint_of_other_solvers(budget_bytes, solver)
+        hint = "" if solver == "auto" else self._hint_of_other_solvers(budget_bytes, solver)
         return plan_from(self.judge, archive, budget_bytes, solver=solver, truncated=self.truncated, proof=proof, hint=hint)
 
     def frontier(self, *, with_orders: bool = False) -> tuple[Outcome, ...]:
@@ -164,11 +164,12 @@ class Planner:
         """Simulate and archive a prescribed order from elsewhere; None if it was not accepted."""
         return self.judge.judge_schedule(schedule, solver_name)
 
-    def hint(self, budget_bytes: int, least: Outcome) -> str:
-        """What the least reachable peak consists of, and what would help."""
-        return (CUT_SHORT if self.truncated else "") + hint_of(self.judge, budget_bytes, least)
+    def hint(self, budget_bytes: int, least: Outcome, *, solver: str = "auto") -> str:
+        """What the least reachable peak consists of, or which solver may find a smaller one, and what would help."""
+        found = hint_of(self.judge, budget_bytes, least) if solver == "auto" else self._hint_of_other_solvers(budget_bytes, solver)
+        return (CUT_SHORT if self.truncated else "") + found
 
-    def hint_of_other_solvers(self, budget_bytes: int | None, solver: str) -> str:
+    def _hint_of_other_solvers(self, budget_bytes: int | None, solver: str) -> str:
         """What a refusal of a solver asked for by name says of the others: with fusion their plans may need more than simulated."""
         is_one_known = not self.problem.fused and self.judge.archive.best(budget_bytes) is not None
         found = " has a plan that fits." if is_one_known else " may find a smaller plan."
