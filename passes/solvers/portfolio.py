@@ -19,6 +19,7 @@ from time import monotonic
 from dyngran.passes.archive import TIE_US, Accepts, Archive, Entry, Judge, Proposal
 from dyngran.passes.bounds import lower_bound
 from dyngran.passes.errors import InvalidOption
+from dyngran.passes.moves import LARGE
 from dyngran.passes.native.graph import Stop
 from dyngran.passes.plan import Plan, Schedule
 from dyngran.passes.problem import Problem, Side
@@ -61,8 +62,8 @@ SOLVERS: tuple[str, ...] = ("auto", *PROPOSERS)
 LOOK_AT_BUDGET = ("hierarchical", "ilp", "mincut", "anneal", "revolve", "dtr")  # these run again for another budget
 
 MAX_SECONDS = 30.0  # safety stop
-SEED_WORK = 400_000  # op visits of the plans that each classic policy may seed the search with
-MIN_SEEDS = 20
+SEED_WORK, SEED_WORK_IF_LARGE = 400_000, 200_000  # op visits of the plans that each classic policy may seed the search with
+MIN_SEEDS = 12
 MAX_BETWEEN_CUTS = 4  # times as many plans between cuts as a policy may seed
 NUM_CUT_RUNGS = 10
 CUT_SWEEPS = 2  # that are looked into for each rung
@@ -194,7 +195,8 @@ class Planner:
                 self._search_widely()
 
     def _search_widely(self) -> None:
-        count = max(MIN_SEEDS, SEED_WORK // max(1, len(self.problem.ops)))
+        num_ops = len(self.problem.ops)
+        count = max(MIN_SEEDS, (SEED_WORK if num_ops <= LARGE else SEED_WORK_IF_LARGE) // max(1, num_ops))
         for name in ("region", "every", "sqrt", "selective"):
             self._once(name, name, islice(PROPOSERS[name](self.simulator), count))
         if len(self.problem.ops) <= MAX_MUTWO_OPS:
