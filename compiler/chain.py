@@ -15,6 +15,7 @@ import torch
 
 from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Kind
+from dyngran.runtime.memory import device_memory
 from dyngran.runtime.optimizer_state import find_optimizers
 
 
@@ -54,14 +55,15 @@ class StepChain:
         return len(self._members) == 1
 
     def bytes_before(self, member: Any) -> int:
-        """Bytes that earlier graphs of the step hold while this one runs. The CUDA allocator counts them already: 0 there."""
-        if member.device.type != "cpu":
+        """Bytes that earlier graphs of the step hold while this one runs. Where an allocator counts them already: 0."""
+        if device_memory(member.device).allocated_bytes is not None:
             return 0
         earlier = [m for ref in self._members[: self._position(member)] if (m := ref()) is not None and m.plan is not None]
         return sum(m.plan.saved_bytes + m.static_of((Kind.PARAMETER, Kind.BUFFER, Kind.INPUT)) for m in earlier)
 
     def bytes_after(self, member: Any, held: Sequence[Any]) -> int:
-        """Bytes that later graphs will hold while backward of this one runs: gradients (on CPU also the parameters themselves)."""
+        """Bytes that later graphs will hold while backward of this one runs: gradients (where no allocator counts them, also the
+        parameters themselves)."""
         if not self.continues(member):
             return 0
         own = {id(tensor) for tensor in held}
@@ -73,7 +75,7 @@ class StepChain:
             for p in group["params"]
             if p.requires_grad and id(p) not in own
         }
-        times = 2 if member.device.type == "cpu" else 1
+        times = 2 if device_memory(member.device).allocated_bytes is None else 1
         return times * sum(later.values())
 
     def _position(self, member: Any) -> int:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from dyngran.compiler import registry
-from dyngran.compiler.planfile import PlanDocument, for_file
+from dyngran.compiler.planfile import GraphBreak
 from dyngran.compiler.planfile import save_plan as write_plan
+from dyngran.compiler.planned_document import document_of, settings_of
 from dyngran.compiler.planned_graph import PlannedGraph
 from dyngran.compiler.report import Report, StepReport, build_report
-from dyngran.passes.errors import PlanFileError
 from dyngran.passes.problem import Kind
 from dyngran.passes.simulate import Outcome
 
@@ -47,27 +47,16 @@ def frontier(handle: Handle = None) -> tuple[Outcome, ...]:
 
 
 def save_plan(path: str | os.PathLike[str], handle: Handle = None) -> Path:
-    """Write the plan of a model's graph to a file that ``options={"plan": path}`` and ``dyngran-plan show`` read.
+    """Write the plan of a model's step to a file that ``options={"plan": path}`` and ``dyngran-plan`` read.
 
     Raises:
-        PlanFileError: the step consists of several graphs, and a plan file holds one; or the path cannot be written.
+        PlanFileError: the path cannot be written.
         NothingCompiled: nothing was planned.
     """
     graphs = registry.graphs_of(handle)
-    graph = graphs[-1]
-    if not graph.chain.is_alone():
-        raise PlanFileError(
-            "a plan file holds one graph, and a graph break cuts this step into several: compile with fullgraph=True to find it."
-        )
-    assert graph.plan is not None and graph.strategy is not None
-    document = PlanDocument(
-        plan=for_file(graph.plan, graph.strategy.problem),
-        fingerprint=graph.strategy.fingerprint,
-        codegen=graph.options.codegen.value,
-        torch_version=str(torch.__version__),
-        device=_device_name(graph.device),
-    )
-    write_plan(path, document)
+    newest = [graph for graph in graphs if graph.chain is graphs[-1].chain]
+    breaks = [GraphBreak(*graph.graph_break) for graph in newest if graph.graph_break is not None]
+    write_plan(path, document_of(newest, device=_device_name(newest[-1].device), settings=settings_of(newest[-1]), breaks=breaks))
     return Path(path)
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "Codegen",
     "Options",
     "Outputs",
+    "PlanMismatchPolicy",
     "current_defaults",
     "parse_options",
     "set_defaults",
@@ -30,7 +31,19 @@ __all__ = [
 
 BUDGET_VARIABLE = "DYNGRAN_BUDGET"
 NO_BUDGET = ("", "none")  # in that variable, in any case
-OPTION_NAMES = ("budget", "codegen", "device_profile", "guard", "keep_below", "mode", "outputs", "plan", "solver", "storage")
+OPTION_NAMES = (
+    "budget",
+    "codegen",
+    "device_profile",
+    "guard",
+    "keep_below",
+    "mode",
+    "outputs",
+    "plan",
+    "plan_mismatch",
+    "solver",
+    "storage",
+)
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch.compile's
 OURS_IN_INDUCTOR = "custom_partitioner_fn"  # the door through which dyngran's own plan enters
 
@@ -49,6 +62,13 @@ class Outputs(Enum):
     DROPPED = "dropped"  # nobody has, as in ``model(...).loss.backward()``
 
 
+class PlanMismatchPolicy(Enum):
+    """What happens where a plan file was made for another graph."""
+
+    REFUSE = "refuse"
+    RESOLVE = "resolve"  # warn, and search for a plan as without a file
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What the user asked for, checked.
@@ -57,7 +77,7 @@ class Options:
         budget: peak of one step; None sets no limit.
         codegen: who generates code. solver: one of `SOLVERS`.
         storage: lossy formats that are allowed by name; always empty in this version.
-        plan: file to take the plan from instead of solving; not opened here.
+        plan: file to take the plan from instead of solving; not opened here. plan_mismatch: what to do if it is for another graph.
         guard: watch memory and time while training runs.
         device_profile: name of the device to plan for; None is the one the model is on.
         outputs: whether the loop holds what the module returns while backward runs.
@@ -70,6 +90,7 @@ class Options:
     solver: str = "auto"
     storage: tuple[str, ...] = ()
     plan: Path | None = None
+    plan_mismatch: PlanMismatchPolicy = PlanMismatchPolicy.REFUSE
     guard: bool = True
     device_profile: str | None = None
     keep_below: int | None = None
@@ -147,6 +168,9 @@ def _read(options: Mapping[str, object], *, sources: Mapping[str, str]) -> Optio
         solver=_choice("solver", options.get("solver", "auto"), SOLVERS),
         storage=_storage(options.get("storage", ())),
         plan=_plan(options.get("plan")),
+        plan_mismatch=PlanMismatchPolicy(
+            _choice("plan_mismatch", options.get("plan_mismatch", PlanMismatchPolicy.REFUSE), [policy.value for policy in PlanMismatchPolicy])
+        ),
         guard=_guard(options.get("guard", True)),
         device_profile=_device_profile(options.get("device_profile")),
         keep_below=_keep_below(options.get("keep_below")),

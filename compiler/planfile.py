@@ -3,134 +3,139 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import secrets
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from dyngran.compiler.options import Codegen
+import msgspec
+
+from dyngran.compiler.options import Codegen, Outputs
+from dyngran.compiler.output_file import write_file
+from dyngran.compiler.plan_schema import (
+    SCHEMA,
+    BreakForm,
+    DecisionForm,
+    DocumentForm,
+    GraphForm,
+    OpForm,
+    PlanForm,
+    ProblemForm,
+    ScheduleForm,
+    SettingsForm,
+    ValueForm,
+)
 from dyngran.compiler.version import VERSION
-from dyngran.passes.errors import PlanFileError, PlanMismatch
+from dyngran.passes.errors import PlanFileError, PlanMismatch, format_bytes
 from dyngran.passes.plan import Action, Decision, Plan, Schedule
-from dyngran.passes.problem import Kind, Problem
+from dyngran.passes.problem import Kind, Op, Problem, Value
 
-SCHEMA = 1
+MAX_FILE_BYTES = 64 * 2**20  # a graph of 10,000 ops takes 4 MB
 BOUND_TOLERANCE = 1e-6  # of the time: bound and time are sums of the same floats in another order
 APPLICABLE = (Action.KEEP, Action.RECOMPUTE)  # what this version carries out; the schema holds every action
+SHOWN_CHARACTERS = 60
+
+_ROWS = ("breaks", "decisions", "frontier", "ops", "values")  # lists with a line for each entry
+_TERSE = {"decisions": DecisionForm, "ops": OpForm, "settings": SettingsForm, "values": ValueForm}  # written without their defaults
+
+Form = TypeVar("Form", bound=msgspec.Struct)
+_NO_DEFAULT = object()
+
+
+class Origin(Enum):
+    """How well the traced graph is known to be the one that will train."""
+
+    EXACT = "exact"  # traced with the torch build and for the device that train: applied as it is, or refused
+    PORTABLE = "portable"  # traced without the device: applied region by region, and repaired where regions differ
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphPlan:
+    """The plan of one graph, with the problem that it answers.
+
+    Attributes:
+        problem: of the graph alone (nothing carried from a step before); plan: its schedule numbers the ops of that problem.
+        fingerprint: of the problem (`passes.fingerprint`).
+        frontier: (peak_bytes, time_us) of the plans that were found for it, least peak first; peaks as ``plan.peak_bytes``.
+    """
+
+    problem: Problem
+    plan: Plan
+    fingerprint: str
+    frontier: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GraphBreak:
+    """Why a step is cut in two there, and the line of the user's program."""
+
+    reason: str
+    where: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a plan was asked for.
+
+    Attributes:
+        budget: as people write it; None: no limit. profile: the device of the table whose costs were used; None: costs were measured.
+        batch, dtype, dynamic: what overrode the target's own inputs; None and False: nothing.
+        outputs, keep_below, solver: as the options of the backend.
+    """
+
+    batch: int | None = None
+    budget: str | None = None
+    dtype: str | None = None
+    dynamic: bool = False
+    keep_below: int | None = None
+    outputs: Outputs = Outputs.HELD
+    profile: str | None = None
+    solver: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDocument:
-    """A plan with what it was made for.
+    """The plans of one step with what they were made for.
 
     Attributes:
-        plan: the decisions and their prediction; its schedule numbers the ops of the graph alone (`for_file`).
-        fingerprint: of the problem (`passes.fingerprint`); codegen: "inductor" or "eager".
-        torch_version, device: where it was made; dyngran_version: who made it.
+        graphs: in the order in which forward runs them; more than one where graph breaks cut the step.
+        codegen: "inductor" or "eager"; torch_version, device: what it was made for; dyngran_version: who made it.
+        settings: how it was asked for. breaks: where the step is cut.
+        extra: what this version does not read, kept.
     """
 
-    plan: Plan
-    fingerprint: str
+    graphs: tuple[GraphPlan, ...]
     codegen: str
     torch_version: str
     device: str
+    origin: Origin = Origin.EXACT
+    settings: Settings = Settings()
+    breaks: tuple[GraphBreak, ...] = ()
     dyngran_version: str = VERSION
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def largest(self) -> GraphPlan:
+        """The graph that sets the peak of the step."""
+        return max(self.graphs, key=lambda graph: graph.plan.peak_bytes)
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """What a field must be: in words, and as a test."""
+    @property
+    def plan(self) -> Plan:
+        """The plan of the graph that sets the peak."""
+        return self.largest.plan
 
-    expected: str
-    accepts: Callable[[Any], bool]
+    @property
+    def peak_bytes(self) -> int:
+        """Of the step: each graph's prediction holds what the others leave beside it."""
+        return self.plan.peak_bytes
 
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_count(value: Any) -> bool:
-    return _is_int(value) and value >= 0
-
-
-def _is_amount(value: Any) -> bool:
-    try:
-        return (_is_int(value) or isinstance(value, float)) and math.isfinite(value) and value >= 0
-    except OverflowError:  # an int beyond the largest float
-        return False
-
-
-def _optional(form: _Form) -> _Form:
-    return _Form(f"{form.expected}, or null", lambda value: value is None or form.accepts(value))
-
-
-_TEXT = _Form("a string", lambda value: isinstance(value, str))
-_BOOL = _Form("true or false", lambda value: isinstance(value, bool))
-_COUNT = _Form("an integer of at least 0", _is_count)
-_POSITIVE = _Form("an integer of at least 1", lambda value: _is_int(value) and value > 0)
-_AMOUNT = _Form("a number of at least 0", _is_amount)
-_FRACTION = _Form("a number from 0 to 1", lambda value: _is_amount(value) and value <= 1)
-_ACTION = _Form("one of " + ", ".join(action.value for action in Action), lambda value: value in [action.value for action in Action])
-_CODEGEN = _Form("one of " + ", ".join(codegen.value for codegen in Codegen), lambda value: value in [codegen.value for codegen in Codegen])
-_LIST = _Form("a list", lambda value: isinstance(value, list))
-_SAVED = _Form(
-    "a list of integers of at least 0, ascending, none twice",
-    lambda value: isinstance(value, list) and all(map(_is_count, value)) and value == sorted(set(value)),
-)
-
-_SCHEDULE = _Form(
-    "an object of three lists of integers of at least 0, 'forward', 'backward' and 'saved', the last ascending and none twice",
-    lambda value: (
-        isinstance(value, dict)
-        and value.keys() == {"forward", "backward", "saved"}
-        and all(isinstance(part, list) and all(map(_is_count, part)) for part in value.values())
-        and _SAVED.accepts(value["saved"])
-    ),
-)
-
-_PLAN_FIELDS: Mapping[str, _Form] = {
-    "bound": _TEXT,
-    "bound_us": _AMOUNT,
-    "budget_bytes": _optional(_POSITIVE),
-    "num_recomputed": _COUNT,
-    "order": _TEXT,
-    "overhead_us": _AMOUNT,
-    "peak_bytes": _COUNT,
-    "recompute_us": _AMOUNT,
-    "saved_bytes": _COUNT,
-    "solver": _TEXT,
-    "static_bytes": _COUNT,
-    "time_us": _AMOUNT,
-    "truncated": _BOOL,
-}
-_DOCUMENT_FIELDS: Mapping[str, _Form] = {
-    **_PLAN_FIELDS,
-    "codegen": _CODEGEN,
-    "decisions": _LIST,
-    "device": _TEXT,
-    "dyngran": _TEXT,
-    "fingerprint": _TEXT,
-    "saved": _SAVED,
-    "schedule": _optional(_SCHEDULE),
-    "schema": _POSITIVE,
-    "torch": _TEXT,
-}
-_LATER_FIELDS: Mapping[str, Any] = {"bound": "", "bound_us": 0.0, "schedule": None}  # what files of before these fields stand for
-_DECISION_FIELDS: Mapping[str, _Form] = {
-    "action": _ACTION,
-    "dimension": _optional(_COUNT),
-    "format": _optional(_TEXT),
-    "fraction": _optional(_FRACTION),
-    "label": _TEXT,
-    "name": _TEXT,
-    "reason": _TEXT,
-    "recompute_us": _AMOUNT,
-    "size_bytes": _COUNT,
-    "value": _COUNT,
-}
+    @property
+    def time_us(self) -> float:
+        """Device time of forward and backward of all graphs."""
+        return sum(graph.plan.time_us for graph in self.graphs)
 
 
 def save_plan(path: str | os.PathLike[str], document: PlanDocument) -> None:
@@ -142,34 +147,25 @@ def save_plan(path: str | os.PathLike[str], document: PlanDocument) -> None:
     """
     text = dump_plan(document)
     parse_plan(text, source=str(path))
-    try:
-        _replace_file(Path(path), text)
-    except (OSError, TypeError, ValueError) as error:  # TypeError, ValueError: no path, or one that no file can have
-        raise PlanFileError(f"plan file {str(path)!r} cannot be written: {_cause(error)}.") from error
-
-
-def _replace_file(target: Path, text: str) -> None:
-    if not target.name:
-        raise ValueError("the path names no file")
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    try:
-        with open(temporary, "x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
+        raise PlanFileError(f"plan file {path!r} cannot be written: it is a {type(path).__name__}, and no path.")
+    write_file(os.fspath(path), text.encode(), what="plan file")
 
 
 def load_plan(path: str | os.PathLike[str]) -> PlanDocument:
     """Read a plan file.
 
     Raises:
-        PlanFileError: no such file, not JSON, another schema version, a field that is missing, unknown or wrong, or decisions that do
-            not make what is saved.
+        PlanFileError: no such file, not JSON, too large, another schema version, a field that is missing, unknown or wrong, or decisions
+            that do not make what is saved.
     """
     try:
+        size = os.stat(path).st_size
+        if size > MAX_FILE_BYTES:
+            raise PlanFileError(
+                f"plan file {os.fspath(path)!r} has {format_bytes(size)}, and a plan file has at most {format_bytes(MAX_FILE_BYTES)}: "
+                "it is something else, or damaged. Make it again with `dyngran-plan build`."
+            )
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path that no file can have
         raise PlanFileError(f"plan file {os.fspath(path)!r} cannot be read: {_cause(error)}.") from error
@@ -189,17 +185,18 @@ def check_applicable(document: PlanDocument, *, codegen: str, source: str | os.P
             f"{where} was made for codegen {document.codegen!r}, and this graph is compiled with {codegen!r}. "
             f"Make the plan again, or use codegen={document.codegen!r}."
         )
-    if document.plan.schedule is not None and codegen != Codegen.EAGER.value:
-        raise PlanMismatch(
-            f"{where} prescribes the order of ops, and Inductor orders its kernels itself: such a plan needs "
-            f"codegen={Codegen.EAGER.value!r}. Make the plan again, or use that code generator."
-        )
-    for decision in document.plan.decisions:
-        if decision.action not in APPLICABLE:
-            raise PlanFileError(
-                f"{where}: {_named(decision)} has action {decision.action.value!r}, and dyngran {VERSION} can only "
-                f"{' or '.join(action.value for action in APPLICABLE)}. Make the plan again, or remove the option."
+    for graph in document.graphs:
+        if graph.plan.schedule is not None and codegen != Codegen.EAGER.value:
+            raise PlanMismatch(
+                f"{where} prescribes the order of ops, and Inductor orders its kernels itself: such a plan needs "
+                f"codegen={Codegen.EAGER.value!r}. Make the plan again, or use that code generator."
             )
+        for decision in graph.plan.decisions:
+            if decision.action not in APPLICABLE:
+                raise PlanFileError(
+                    f"{where}: {_named(decision)} has action {decision.action.value!r}, and dyngran {VERSION} can only "
+                    f"{' or '.join(action.value for action in APPLICABLE)}. Make the plan again, or remove the option."
+                )
 
 
 def for_file(plan: Plan, problem: Problem) -> Plan:
@@ -225,71 +222,128 @@ def _is_carrying(problem: Problem) -> bool:
 
 
 def dump_plan(document: PlanDocument) -> str:
-    """The text of a plan file: fields in alphabetical order, one to a line, and each decision on a line of its own."""
-    plan = document.plan
-    fields: dict[str, Any] = {name: getattr(plan, name) for name in _PLAN_FIELDS}
-    fields |= {
-        "codegen": document.codegen,
-        "device": document.device,
-        "dyngran": document.dyngran_version,
-        "fingerprint": document.fingerprint,
-        "saved": sorted(plan.saved),
-        "schema": SCHEMA,
-        "torch": document.torch_version,
-    }
-    lines = {name: json.dumps(value) for name, value in fields.items()}
-    decisions = ",\n".join(f"  {json.dumps(_decision_fields(decision), sort_keys=True)}" for decision in plan.decisions)
-    lines["decisions"] = f"[\n{decisions}\n ]" if decisions else "[]"
-    lines["schedule"] = "null" if plan.schedule is None else _schedule_text(plan.schedule)
-    return "{\n" + ",\n".join(f' "{name}": {lines[name]}' for name in sorted(lines)) + "\n}\n"
+    """The text of a plan file: fields in alphabetical order, one to a line; decisions, ops and values on a line each."""
+    form = DocumentForm(
+        breaks=[BreakForm(reason=one.reason, where=one.where) for one in document.breaks],
+        codegen=Codegen(document.codegen),
+        device=document.device,
+        dyngran=document.dyngran_version,
+        extra=dict(document.extra),
+        graphs=[_graph_form(graph) for graph in document.graphs],
+        origin=document.origin.value,
+        schema=SCHEMA,
+        settings=_filled(SettingsForm, document.settings),
+        torch=document.torch_version,
+    )
+    return _text(msgspec.to_builtins(form), 1) + "\n"
 
 
-def _schedule_text(schedule: Schedule) -> str:
-    parts = {"backward": schedule.backward, "forward": schedule.forward, "saved": sorted(schedule.saved)}
-    return "{\n" + ",\n".join(f'  "{name}": {json.dumps(list(part))}' for name, part in parts.items()) + "\n }"
+def _graph_form(graph: GraphPlan) -> GraphForm:
+    plan, problem = graph.plan, graph.problem
+    schedule = plan.schedule
+    parts = None if schedule is None else {"forward": schedule.forward, "backward": schedule.backward, "saved": sorted(schedule.saved)}
+    return GraphForm(
+        fingerprint=graph.fingerprint,
+        frontier=[(peak_bytes, time_us) for peak_bytes, time_us in graph.frontier],
+        plan=_filled(
+            PlanForm,
+            plan,
+            decisions=[_filled(DecisionForm, one) for one in plan.decisions],
+            saved=sorted(plan.saved),
+            schedule=None if parts is None else ScheduleForm(**{name: list(part) for name, part in parts.items()}),
+        ),
+        problem=_filled(
+            ProblemForm,
+            problem,
+            forward_outputs=sorted(problem.forward_outputs),
+            gradients=sorted(problem.gradients),
+            ops=[_filled(OpForm, op, reads=list(op.reads), writes=list(op.writes)) for op in problem.ops],
+            values=[_filled(ValueForm, value) for value in problem.values],
+            stock={name: sorted(saved) for name, saved in problem.stock.items()},
+        ),
+    )
 
 
-def _decision_fields(decision: Decision) -> dict[str, object]:
-    return {name: getattr(decision, name) for name in _DECISION_FIELDS} | {"action": decision.action.value}
+def _filled(form: type[Form], source: object, **changed: object) -> Form:
+    """A form whose fields are those of ``source``, but for those that are named."""
+    names = [name for name in form.__struct_fields__ if name not in changed]
+    return form(**{name: getattr(source, name) for name in names}, **changed)
+
+
+def _text(node: Mapping[str, Any], depth: int) -> str:
+    """An object with a field to a line; the graphs, and the parts of each, are such objects again."""
+    indent = " " * depth
+    lines = []
+    for name in sorted(node):
+        value = node[name]
+        if name == "graphs":
+            shown = _lines([_text(graph, depth + 2) for graph in value], depth)
+        elif name in ("plan", "problem", "schedule") and value is not None:
+            shown = _text(value, depth + 1)
+        elif name in _ROWS:
+            shown = _lines([json.dumps(_terse(name, row), sort_keys=True) for row in value], depth)
+        else:
+            shown = json.dumps(_terse(name, value), sort_keys=True)
+        lines.append(f'{indent}"{name}": {shown}')
+    return "{\n" + ",\n".join(lines) + "\n" + indent[:-1] + "}"
+
+
+def _terse(name: str, row: Any) -> Any:
+    if name not in _TERSE:
+        return row
+    return {field: value for field, value in row.items() if value != _defaults(_TERSE[name]).get(field, _NO_DEFAULT)}
+
+
+@cache
+def _defaults(form: type[msgspec.Struct]) -> Mapping[str, Any]:
+    """What its fields are where nothing is written, as JSON has it."""
+    known = {one.name: one.default for one in msgspec.structs.fields(form) if one.default is not msgspec.NODEFAULT}
+    return {name: msgspec.to_builtins(default) for name, default in known.items()}
+
+
+def _lines(rows: Sequence[str], depth: int) -> str:
+    indent = " " * depth
+    return "[\n" + ",\n".join(f"{indent} {row}" for row in rows) + f"\n{indent}]" if rows else "[]"
 
 
 def parse_plan(text: str, *, source: str) -> PlanDocument:
     """The document in ``text``; ``source`` names it in errors. Raises as `load_plan`."""
-    try:
-        fields = json.loads(text, object_pairs_hook=_unique_fields)
-    except (ValueError, RecursionError) as error:
-        raise PlanFileError(f"plan file {source!r} is not a JSON document that can be read: {error}.") from error
     where = f"plan file {source!r}"
-    if not isinstance(fields, dict):
-        raise PlanFileError(f"{where} must hold one JSON object, found {_shown(fields)}.")
-    if (schema := fields.get("schema", SCHEMA)) != SCHEMA or isinstance(schema, bool):
+    try:
+        content = json.loads(text, object_pairs_hook=_unique_fields)
+    except (ValueError, RecursionError) as error:
         raise PlanFileError(
-            f"{where} has schema {_shown(schema)}, and dyngran {VERSION} reads schema {SCHEMA}. "
-            "Make the plan again, or use the dyngran that made it."
-        )
-    fields = {**_LATER_FIELDS, **fields}
-    _check(fields, _DOCUMENT_FIELDS, where)
-    for position, decision in enumerate(fields["decisions"]):
-        place = f"{where}, decisions[{position}]"
-        if not isinstance(decision, dict):
-            raise PlanFileError(f"{place} must be a JSON object, found {_shown(decision)}.")
-        _check(decision, _DECISION_FIELDS, place)
-    plan = Plan(
-        saved=frozenset(fields["saved"]),
-        decisions=tuple(Decision(**{**decision, "action": Action(decision["action"])}) for decision in fields["decisions"]),
-        schedule=_schedule_of(fields["schedule"]),
-        **{name: fields[name] for name in _PLAN_FIELDS},
-    )
-    _check_saved(plan, where)
-    _check_bound(plan, where)
+            f"{where} is not a JSON document that can be read: {error}. Take it from version control, or make it again with "
+            "`dyngran-plan build`."
+        ) from error
+    if not isinstance(content, dict):
+        raise PlanFileError(f"{where} must hold one JSON object, found {_shown(content)}.")
+    if (schema := content.get("schema")) != SCHEMA or isinstance(schema, bool):
+        is_newer = isinstance(schema, int) and schema > SCHEMA
+        advice = "Install a newer dyngran, or make the plan again with this one." if is_newer else "Make the plan again."
+        raise PlanFileError(f"{where} has schema {_shown(schema)}, and dyngran {VERSION} reads schema {SCHEMA}. {advice}")
+    try:
+        form = msgspec.convert(content, DocumentForm)
+    except (msgspec.ValidationError, OverflowError, RecursionError) as error:
+        raise PlanFileError(f"{where}: {_place_first(str(error))}.") from error
+    graphs = tuple(_graph_of(graph, f"{where}, graphs[{position}]") for position, graph in enumerate(form.graphs))
     return PlanDocument(
-        plan=plan,
-        fingerprint=fields["fingerprint"],
-        codegen=fields["codegen"],
-        torch_version=fields["torch"],
-        device=fields["device"],
-        dyngran_version=fields["dyngran"],
+        graphs=graphs,
+        codegen=form.codegen.value,
+        torch_version=form.torch,
+        device=form.device,
+        origin=Origin(form.origin),
+        settings=_taken(Settings, form.settings),
+        breaks=tuple(GraphBreak(one.reason, one.where) for one in form.breaks),
+        dyngran_version=form.dyngran,
+        extra=form.extra,
     )
+
+
+def _place_first(message: str) -> str:
+    """msgspec ends its sentence with the place, `$.graphs[0].plan`; people look for the place first."""
+    sentence, found, place = message.partition(" - at `$")
+    return f"{place.rstrip('`').lstrip('.')}: {sentence}" if found else sentence
 
 
 def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -300,22 +354,71 @@ def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _check(fields: dict[str, Any], forms: Mapping[str, _Form], where: str) -> None:
-    for name, form in forms.items():
-        if name not in fields:
-            raise PlanFileError(f"{where}: field {name!r} is missing; it must be {form.expected}.")
-        if not form.accepts(fields[name]):
-            raise PlanFileError(f"{where}: field {name!r} must be {form.expected}, found {_shown(fields[name])}.")
-    for name in fields:
-        if name not in forms:
-            raise PlanFileError(f"{where}: field {name!r} is not known in schema {SCHEMA}.")
+def _graph_of(form: GraphForm, where: str) -> GraphPlan:
+    sets = {"saved": form.plan.saved, "forward_outputs": form.problem.forward_outputs, "gradients": form.problem.gradients}
+    sets |= {"schedule": form.plan.schedule.saved} if form.plan.schedule is not None else {}
+    for name, members in (sets | form.problem.stock).items():
+        if members != sorted(set(members)):
+            raise PlanFileError(f"{where}: the values of {name!r} must be ascending, and none may stand twice.")
+    problem = _problem_of(form.problem, where)
+    plan = _plan_of(form.plan)
+    _check_decisions(plan, problem, where)
+    if plan.bound_us > plan.time_us * (1 + BOUND_TOLERANCE):
+        raise PlanFileError(f"{where}: field 'bound_us' is {_shown(plan.bound_us)}, and the plan itself takes {_shown(plan.time_us)}.")
+    return GraphPlan(problem=problem, plan=plan, fingerprint=form.fingerprint, frontier=tuple(form.frontier))
 
 
-def _check_saved(plan: Plan, where: str) -> None:
-    """One decision for a value; what is kept is saved, what is recomputed is not, and nothing is saved without a decision."""
+def _plan_of(form: PlanForm) -> Plan:
+    decisions = tuple(_taken(Decision, one) for one in form.decisions)
+    parts = form.schedule
+    schedule = None if parts is None else Schedule(tuple(parts.forward), tuple(parts.backward), frozenset(parts.saved))
+    return _taken(Plan, form, decisions=decisions, saved=frozenset(form.saved), schedule=schedule)
+
+
+Taken = TypeVar("Taken", Decision, Plan, Value, Op, Problem, Settings)
+
+
+def _taken(kind: type[Taken], form: msgspec.Struct, **changed: object) -> Taken:
+    names = [one.name for one in fields(kind) if one.name not in changed]
+    return kind(**{name: getattr(form, name) for name in names}, **changed)  # type: ignore[arg-type]  # the forms have the fields' types
+
+
+def _problem_of(form: ProblemForm, where: str) -> Problem:
+    """Raises PlanFileError where the graph is none: a value that does not exist or is made twice, or is read before it is made."""
+    num_values, num_ops = len(form.values), len(form.ops)
+    producer: dict[int, int] = {}
+    for position, op in enumerate(form.ops):
+        if beyond := [index for index in (*op.reads, *op.writes) if index >= num_values]:
+            raise PlanFileError(f"{where}: ops[{position}] names value {beyond[0]}, and there are {num_values}.")
+        for write in op.writes:
+            if write in producer:
+                raise PlanFileError(f"{where}: value {write} is made by ops[{producer[write]}] and ops[{position}].")
+            producer[write] = position
+    named = {"forward_outputs": form.forward_outputs, "gradients": form.gradients, **form.stock}
+    for name, indices in named.items():
+        if beyond := [index for index in indices if index >= num_values]:
+            raise PlanFileError(f"{where}: {name!r} names value {beyond[0]}, and there are {num_values}.")
+    try:
+        return _taken(
+            Problem,
+            form,
+            values=tuple(_taken(Value, one, index=i, producer=producer.get(i)) for i, one in enumerate(form.values)),
+            ops=tuple(_taken(Op, form.ops[i], index=i, reads=tuple(form.ops[i].reads), writes=tuple(form.ops[i].writes)) for i in range(num_ops)),
+            forward_outputs=frozenset(form.forward_outputs),
+            gradients=frozenset(form.gradients),
+            stock={name: frozenset(saved) for name, saved in form.stock.items()},
+        )
+    except ValueError as error:
+        raise PlanFileError(f"{where}: its graph is none: {error}.") from error
+
+
+def _check_decisions(plan: Plan, problem: Problem, where: str) -> None:
+    """One decision for a value of the graph; what is kept is saved, what is recomputed is not, and nothing is saved without a decision."""
     decided: set[int] = set()
     for decision in plan.decisions:
         is_saved = decision.value in plan.saved
+        if decision.value >= len(problem.values) or problem.values[decision.value].size_bytes != decision.size_bytes:
+            raise PlanFileError(f"{where}: {_named(decision)} with {decision.size_bytes} bytes is no value of the graph.")
         if decision.value in decided:
             raise PlanFileError(f"{where}: {_named(decision)} is decided twice.")
         if decision.action is Action.KEEP and not is_saved:
@@ -325,15 +428,13 @@ def _check_saved(plan: Plan, where: str) -> None:
         decided.add(decision.value)
     if undecided := plan.saved - decided:
         raise PlanFileError(f"{where}: value {_shown(min(undecided))} is in field 'saved', and has no decision.")
+    _check_ops(plan.schedule, len(problem.ops), where)
 
 
-def _check_bound(plan: Plan, where: str) -> None:
-    if plan.bound_us > plan.time_us * (1 + BOUND_TOLERANCE):
-        raise PlanFileError(f"{where}: field 'bound_us' is {_shown(plan.bound_us)}, and the plan itself takes {_shown(plan.time_us)}.")
-
-
-def _schedule_of(parts: dict[str, list[int]] | None) -> Schedule | None:
-    return None if parts is None else Schedule(tuple(parts["forward"]), tuple(parts["backward"]), frozenset(parts["saved"]))
+def _check_ops(schedule: Schedule | None, num_ops: int, where: str) -> None:
+    ops: Iterable[int] = () if schedule is None else (*schedule.forward, *schedule.backward)
+    if beyond := [op for op in ops if op >= num_ops]:
+        raise PlanFileError(f"{where}: field 'schedule' names op {beyond[0]}, and there are {num_ops}.")
 
 
 def _named(decision: Decision) -> str:
@@ -349,4 +450,4 @@ def _shown(value: object) -> str:
         text = json.dumps(value)
     except ValueError:  # an int of more digits than Python writes
         return "a number that is too long to show"
-    return text if len(text) <= 60 else text[:57] + "..."
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."

@@ -51,11 +51,16 @@ class PlannedGraph:
     Attributes:
         plan: the plan in force, None for graphs without backward and before compilation.
         strategy: problem, planner and simulator behind it.
+        is_offline: the graph is planned and never generated (`OfflineGraph`).
+        graph_break: (reason, "file.py:12") of the break that follows this graph, if one does.
         notes: sentences for `explain`. observer: what was measured while it ran.
     """
 
+    is_offline = False
+
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> None:
         self.options = options
+        self.graph_break = torch_private.break_reason(module)
         self.chain = StepChain.join(self, continues=torch_private.ends_in_graph_break(module))
         self.notes: list[str] = []
         self.plan: Plan | None = None
@@ -168,7 +173,7 @@ class PlannedGraph:
         held_bytes = self._returned.held_bytes
         if self.options.outputs is Outputs.HELD or self.plan is None or self.budget_bytes is None or not self.options.guard:
             return
-        if held_bytes <= LOSS_BYTES or self.plan.peak_bytes + held_bytes <= self.budget_bytes or self.options.plan is not None:
+        if held_bytes <= LOSS_BYTES or self.plan.peak_bytes + held_bytes <= self.budget_bytes or self._takes_file:
             return
         self.options = replace(self.options, outputs=Outputs.HELD)
         self.observer.forget()
@@ -278,7 +283,7 @@ class PlannedGraph:
                     raise refusal[0]
             if self._fits(account):
                 return run
-            if self.options.plan is not None:
+            if self._takes_file:
                 break  # there is no other plan to try
         raise self._refusal()
 
@@ -309,6 +314,10 @@ class PlannedGraph:
             budget_bytes=self._tuning_budget_bytes,
             frees_at_once=self._frees_at_once,
         )
+
+    @property
+    def _takes_file(self) -> bool:
+        return self.strategy is not None and self.strategy.takes_file
 
     def _frees_at_once(self) -> bool:
         """Inductor holds buffers that were read for later ones of their size, and its guess at what that adds to the peak is too low:
@@ -348,7 +357,15 @@ class PlannedGraph:
         self, joint: fx.GraphModule, num_fwd_outputs: int, static_indices: tuple[int, ...], held: Sequence[Any]
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         strategy = Strategy.of(
-            joint, num_fwd_outputs, static_indices, self._kinds, held, self.options, carried=self._carried, earlier=self.strategy
+            joint,
+            num_fwd_outputs,
+            static_indices,
+            self._kinds,
+            held,
+            self.options,
+            carried=self._carried,
+            earlier=self.strategy,
+            is_offline=self.is_offline,
         )
         self.strategy, self.device = strategy, strategy.captured.device
         self.budget_bytes = resolve_budget(self.options.budget, self.device)

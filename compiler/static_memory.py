@@ -79,8 +79,9 @@ def measure_static(inputs: Sequence[Any], device: torch.device, *, carried_bytes
             _count(totals, seen, leaf.grad, Kind.GRADIENT, device)
     present, future, source = _optimizer_bytes(leaves)
     totals[Kind.OPTIMIZER] = present + future
-    allocated = device_memory(device).allocated_bytes
-    if allocated is not None:
+    memory = device_memory(device)
+    totals[Kind.OTHER] = memory.library_bytes
+    if (allocated := memory.allocated_bytes) is not None:
         totals[Kind.OTHER] = max(0, allocated - carried_bytes - sum(totals.values()) + future) + _future_workspace_bytes(device)
     return StaticMemory(bytes_by_kind={kind: size for kind, size in totals.items() if size}, optimizer_source=source)
 

@@ -28,6 +28,7 @@ log = logging.getLogger("dyngran.store")
 
 MAX_ENTRIES = 64  # of each kind per problem; the oldest go first
 MAX_SCHEDULES = 16  # they name every op
+NOT_KEPT = ""  # a key under which nothing is found and nothing kept
 
 
 def options_key(options: Options) -> str:
@@ -104,6 +105,8 @@ def _path(key: str) -> Path:
 
 def _read(key: str) -> dict[str, Any]:
     empty: dict[str, Any] = {"saved": {}, "schedules": {}, "transients": []}
+    if key == NOT_KEPT:
+        return empty
     try:
         content = json.loads(_path(key).read_text())
     except (OSError, ValueError, RecursionError):  # the last: brackets nested deeper than the parser goes
@@ -130,6 +133,8 @@ def _is_well_formed(content: dict[str, Any]) -> bool:
 
 def _write(key: str, content: dict[str, Any]) -> None:
     """Replace the file in one move. A store that cannot be written costs a search, never an error."""
+    if key == NOT_KEPT:
+        return
     content["saved"] = dict(list(content["saved"].items())[-MAX_ENTRIES:])
     content["schedules"] = dict(list(content["schedules"].items())[-MAX_SCHEDULES:])
     content["transients"] = content["transients"][-MAX_ENTRIES:]

@@ -13,8 +13,9 @@ from torch import fx
 
 from dyngran.compiler import torch_private
 from dyngran.compiler.accounting import Measure
+from dyngran.compiler.applied_plan import AppliedPlan, apply_document
 from dyngran.compiler.capture import Captured, JointGraph, capture
-from dyngran.compiler.options import Codegen, Options, Outputs
+from dyngran.compiler.options import Codegen, Options, Outputs, PlanMismatchPolicy
 from dyngran.compiler.order_rules import order_rules
 from dyngran.compiler.partition import check_runnable
 from dyngran.compiler.planfile import check_applicable, for_problem, load_plan
@@ -23,6 +24,7 @@ from dyngran.compiler.pricing import device_spec, price_nodes, workspace_meter
 from dyngran.compiler.static_memory import Carried, measure_static, profiling_limit
 from dyngran.compiler.storages import planned_device
 from dyngran.compiler.store import (
+    NOT_KEPT,
     recall_saved,
     recall_schedule,
     recall_schedules,
@@ -42,6 +44,7 @@ from dyngran.passes.problem import Kind, Problem
 from dyngran.passes.schedule import check_schedule, replay_schedule
 from dyngran.passes.simulate import Outcome, Simulator
 from dyngran.passes.solvers.portfolio import Planner
+from dyngran.passes.solvers.repair import repair
 
 log = logging.getLogger("dyngran.plan")
 
@@ -70,16 +73,23 @@ class Strategy:
         correction_bytes: by how much the generated code needs more than the simulator said, for the last plan.
         accounted: peak with the problem's static bytes by generated code, per saved set.
         generated: the saved sets among them whose code was generated here, and not by an earlier process.
+        graph_problem: the problem of the graph alone, without what the step before left to be held; a plan file refers to it.
+        is_resolving: a plan file was asked for, turned out to be for another graph, and plans are searched for instead.
         num_misses: plans in a row whose generated code passed the limit although the guess did not.
         is_plain: True once the code generator failed on a plan: then only plans that a person might write are proposed.
         is_code_read: False once generated code could not be accounted for: plans then stand and fall by their simulation.
     """
 
-    def __init__(self, captured: Captured, options: Options, mark: str) -> None:
+    def __init__(self, captured: Captured, options: Options, mark: str, bare: Problem, *, is_offline: bool = False) -> None:
         self.captured = captured
         self.options = options
         self.fingerprint = mark
+        self.is_resolving = False
+        self.file_notes: tuple[str, ...] = ()
+        self._applied: AppliedPlan | None = None
+        self._extra_bytes = 0
         self.planner = Planner(_with_stock(captured), progress=log.info, accepts=self._runnable)
+        self.graph_problem = replace(bare, stock=self.problem.stock)
         self._rules: OrderRules | None = None
         self.margin_bytes = 0
         self.correction_bytes = 0
@@ -87,9 +97,9 @@ class Strategy:
         self.num_doubts = 0
         self._meter: Measure | None = None
         self.num_misses = 0
-        self.is_code_read = True
+        self.is_code_read = not is_offline
         self.is_plain = False
-        self.store_key = store_key(mark, captured.problem, options)
+        self.store_key = NOT_KEPT if is_offline else store_key(mark, captured.problem, options)
         static = captured.problem.total_static_bytes
         self.accounted = {saved: static + transient for saved, transient in recall_transients(self.store_key).items()}
         for saved in self.accounted:
@@ -109,8 +119,12 @@ class Strategy:
         *,
         carried: Carried,
         earlier: Strategy | None,
+        is_offline: bool = False,
     ) -> Strategy:
-        """Capture a joint graph. ``earlier`` is kept, with its planner, if the graph and what is carried are still the same."""
+        """Capture a joint graph. ``earlier`` is kept, with its planner, if the graph and what is carried are still the same.
+
+        ``is_offline``: no code is generated and nothing is remembered, so that the same graph always gets the same plan.
+        """
         fused = options.codegen is Codegen.INDUCTOR
         channels_last = fused and torch_private.lays_out_channels_last(joint)
         prepare(joint, num_fwd_outputs, channels_last=channels_last)
@@ -137,12 +151,13 @@ class Strategy:
             keep_below_bytes=options.keep_below,
             holds_outputs=options.outputs is Outputs.HELD,
         )
-        mark = fingerprint(captured.problem)  # of the graph alone: a plan file serves whatever a loop holds
+        bare = captured.problem  # of the graph alone: a plan file serves whatever a loop holds
+        mark = fingerprint(bare)
         captured = captured.carrying(carried.planned_bytes)
         if earlier is not None and earlier.fingerprint == mark and earlier.carried_bytes == carried.planned_bytes:
             earlier.captured = captured
             return earlier
-        return cls(captured, options, mark)
+        return cls(captured, options, mark, bare, is_offline=is_offline)
 
     def measure_workspace(self, target: object, args: tuple[object, ...]) -> int | None:
         """Workspace in bytes of a library call of generated code; None if it cannot be run here, as when planning for another device."""
@@ -185,7 +200,7 @@ class Strategy:
         ``tight`` asks for the plan that leaves most to the graphs that follow in the same step.
         Raises BudgetTooSmall with the least peak of the whole step; PlanMismatch if a plan file was made for another graph.
         """
-        extra = held_bytes - self.problem.total_static_bytes + self.margin_bytes
+        self._extra_bytes = extra = held_bytes - self.problem.total_static_bytes + self.margin_bytes
         limit = None if budget_bytes is None else budget_bytes - extra
         try:
             plan = self._choose(limit, tight=tight)
@@ -197,7 +212,7 @@ class Strategy:
                 hint=error.hint + (PART_HINT if tight else self.hint_of_outputs(error.least_peak_bytes)),
             ) from None
         peak_bytes = self._peak_of(plan.saved) if plan.schedule is None else plan.peak_bytes
-        if not plan.bound and self.options.plan is None:
+        if not plan.bound and not self.takes_file:
             bound = bound_of(self.problem, plan.time_us, limit)
             plan = replace(plan, bound_us=bound.time_us, bound=bound.proof)
         return replace(plan, budget_bytes=budget_bytes, peak_bytes=peak_bytes + extra, static_bytes=held_bytes)
@@ -234,14 +249,21 @@ class Strategy:
         """Whether a plan whose code is known keeps its budget. One that was asked for by name or file is taken at its word: its peak."""
         if plan.budget_bytes is None:
             return True
-        is_free_choice = self.options.plan is None and self.options.solver == "auto"
+        is_free_choice = not self.takes_file and self.options.solver == "auto"
         share = KNOWN_SLACK if plan.schedule is None and plan.saved in self.accounted else GUESSED_SLACK
         slack = self._slack_bytes(self._peak_of(plan.saved) if plan.schedule is None else plan.peak_bytes, share) if is_free_choice else 0
         return plan.peak_bytes + slack <= plan.budget_bytes
 
     def _choose(self, limit: int | None, *, tight: bool) -> Plan:
-        if self.options.plan is not None:
-            return self._from_file(limit)
+        if self.options.plan is not None and not self.is_resolving:
+            try:
+                return self._from_file(limit)
+            except PlanMismatch as error:
+                if self.options.plan_mismatch is PlanMismatchPolicy.REFUSE:
+                    raise
+                self.is_resolving = True
+                self.file_notes = (f"planned afresh: {error}",)
+                log.warning("planning afresh: %s", error)
         if self.options.solver != "auto":
             return self._by_name(limit)
         if limit is None:
@@ -324,7 +346,7 @@ class Strategy:
 
     def rule_out(self, plan: Plan) -> bool:
         """The code generator failed on a plan: from now on take those that people write, which it is used to. False if it is one."""
-        if self.is_plain or self.options.plan is not None or self.options.solver != "auto" or plan.saved == self.free.saved:
+        if self.is_plain or self.takes_file or self.options.solver != "auto" or plan.saved == self.free.saved:
             return False
         self.is_plain = True
         return True
@@ -433,33 +455,65 @@ class Strategy:
         is_cut_off = self.planner.truncated and solver.startswith((SEARCHED, self.options.solver))
         return decide(self.simulator, outcome, budget_bytes=None, solver=solver, fastest_us=self.free.time_us, truncated=is_cut_off)
 
+    @property
+    def takes_file(self) -> bool:
+        """Whether a plan file says exactly what runs: then there is no other plan to try."""
+        is_repaired = self._applied is not None and not self._applied.is_unchanged
+        return self.options.plan is not None and not self.is_resolving and not is_repaired
+
     def _from_file(self, limit: int | None) -> Plan:
         assert self.options.plan is not None
-        document = load_plan(self.options.plan)
-        check_applicable(document, codegen=self.options.codegen.value, source=self.options.plan)
-        if document.fingerprint != self.fingerprint:
-            raise PlanMismatch(
-                f"{self.options.plan} was made for another graph (fingerprint {document.fingerprint[:12]}, this one is "
-                f"{self.fingerprint[:12]}), or under another value of the option outputs. Make the plan again, or remove the option."
+        if self._applied is None:
+            document = load_plan(self.options.plan)
+            check_applicable(document, codegen=self.options.codegen.value, source=self.options.plan)
+            self._applied = apply_document(
+                document,
+                self.options.plan,
+                problem=self.graph_problem,
+                mark=self.fingerprint,
+                simulator=self.simulator,
+                default=self.free.saved,
+                outputs=self.options.outputs,
             )
-        sizes = {value.index: value.size_bytes for value in self.problem.values}
-        for decision in document.plan.decisions:
-            if sizes.get(decision.value) != decision.size_bytes:
-                raise PlanMismatch(
-                    f"{self.options.plan}: value {decision.value} ({decision.name}) has {decision.size_bytes} bytes there and "
-                    f"{sizes.get(decision.value)} here. Make the plan again, or remove the option."
-                )
-        if document.plan.schedule is not None:
-            return self._prescribed(for_problem(document.plan, self.problem), limit)
-        outcome = self.planner.add(document.plan.saved, "file")
+            self.file_notes = self._applied.notes
+            for note in self.file_notes:
+                log.warning("%s", note)
+        applied = self._applied
+        stored = applied.stored.plan
+        if not applied.is_unchanged:
+            return self._repaired(applied, limit)
+        if applied.schedule is not None:
+            plan = replace(stored, saved=applied.saved, schedule=applied.schedule)
+            return self._prescribed(for_problem(plan, self.problem), limit)
+        outcome = self.planner.add(applied.saved, "file")
         if limit is not None and outcome.peak_bytes > limit:
-            raise BudgetTooSmall(
-                budget_bytes=limit,
-                least_peak_bytes=outcome.peak_bytes,
-                pinned=self.pinned_at_peak(outcome),
-                hint=f"The plan of {self.options.plan} needs that much: raise the budget, or remove the option to search for less.",
-            )
-        return self._plan_of(outcome, f"file, {document.plan.solver}")
+            raise self._file_needs_more(outcome, limit)
+        return self._plan_of(outcome, f"file, {stored.solver}")
+
+    def _file_needs_more(self, outcome: Outcome, limit: int) -> BudgetTooSmall:
+        return BudgetTooSmall(
+            budget_bytes=limit,
+            least_peak_bytes=outcome.peak_bytes,
+            pinned=self.pinned_at_peak(outcome),
+            hint=f"The plan of {self.options.plan} needs that much: raise the budget, or remove the option to search for less.",
+        )
+
+    def _repaired(self, applied: AppliedPlan, limit: int | None) -> Plan:
+        """A portable plan whose regions differ here: as it was mapped if it fits, else the fastest that one walk from it meets."""
+        stored = applied.stored.plan
+        wanted = limit
+        if wanted is None and stored.budget_bytes is not None:
+            wanted = stored.budget_bytes - self._extra_bytes
+        outcome = self.planner.add(applied.saved, "file")
+        if wanted is None or self._need(outcome) <= wanted:
+            return self._plan_of(outcome, f"file, {stored.solver}")
+        within = self._peak_within(wanted) - max(0, self.correction_bytes)
+        outcome = self.planner.add(repair(self.simulator, applied.saved, within).saved, "file")
+        known = [self.simulator.evaluate(saved) for saved in self.accounted]
+        outcome = min([outcome, *known], key=lambda one: (self._need(one) > wanted, one.time_us if self._need(one) <= wanted else self._need(one)))
+        if limit is not None and self._need(outcome) > limit:
+            raise self._file_needs_more(outcome, limit)
+        return self._plan_of(outcome, f"file, {stored.solver}, repaired")
 
     def _prescribed(self, plan: Plan, limit: int | None) -> Plan:
         """A file's plan that says in which order ops run, with the peak and the time that its schedule has here."""
@@ -510,7 +564,7 @@ class Strategy:
     def hint_of_outputs(self, least_peak_bytes: int) -> str:
         """What a loop that drops the model's outputs can do, where they are planned as held and matter."""
         outputs_bytes = self._outputs_bytes()
-        if outputs_bytes < NAMED_SHARE * least_peak_bytes or self.options.plan is not None:
+        if outputs_bytes < NAMED_SHARE * least_peak_bytes or self.takes_file:
             return ""
         return (
             f" If your loop does not hold what the model returns ({format_bytes(outputs_bytes)}) while backward runs, "
@@ -526,13 +580,19 @@ class Strategy:
         """Least transient budget of any plan whose code was generated."""
         return min(self.need_of(saved) for saved in self._known()) - self.problem.total_static_bytes
 
+    def frontier(self, plan: Plan) -> tuple[tuple[int, float], ...]:
+        """(peak_bytes, time_us) of the plans found so far, least peak first; peaks of the step, as ``plan`` has its own."""
+        beside = plan.static_bytes - self.problem.total_static_bytes
+        entries = self.planner.judge.archive.frontier()
+        return tuple((entry.outcome.peak_bytes + beside, entry.outcome.time_us) for entry in entries)
+
     def notes_of(self, plan: Plan) -> list[str]:
         """Sentences for `explain`."""
         sources = Counter(op.cost_source.split(":")[0] for op in self.problem.ops)
         notes = ["costs: " + ", ".join(f"{count} {source}" for source, count in sorted(sources.items()))]
         if plan.budget_bytes is not None and plan.saved == self.free.saved and plan.schedule is None:
             notes.append("already under budget: torch's own partition fits, so nothing was changed")
-        notes.extend(self.captured.guesses)
+        notes.extend((*self.file_notes, *self.captured.guesses))
         if not self.simulator.candidates:
             notes.append("nothing crosses from forward to backward that could be recomputed: torch's own partition is used")
         return notes

@@ -336,6 +336,68 @@ def compile_inductor(
     return run
 
 
+def trace_inductor(module: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any], partition: Partitioner) -> Callable[..., Any]:
+    """As `compile_inductor` up to the partition, without code: what partition gives runs op by op, on fake tensors for example."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    def inner(gm: fx.GraphModule, _inputs: Sequence[Any], **_kwargs: Any) -> Any:
+        return boxed(gm)
+
+    patches = {**options, "custom_partitioner_fn": DyngranPartitioner(partition, "traced only")}
+    with functorch_config(enable_autograd_cache=False, force_non_lazy_backward_lowering=True), config.patch(force_disable_caches=True):
+        run: Callable[..., Any] = compile_fx(module, list(inputs), inner_compile=inner, config_patches=patches)
+    return run
+
+
+@contextlib.contextmanager
+def seen_on(device: torch.device, tensors: Sequence[Any]) -> Iterator[None]:
+    """Fake tensors say that they are on ``device``; before and after, where they were traced."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    fakes = {id(tensor): tensor for tensor in tensors if isinstance(tensor, FakeTensor)}
+    before = [(fake, fake.fake_device) for fake in fakes.values()]
+    try:
+        for fake, _ in before:
+            fake.fake_device = device
+        yield
+    finally:
+        for fake, device_before in before:
+            fake.fake_device = device_before
+
+
+def mapped_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """``tree`` with every tensor in its containers, dataclasses of outputs among them, replaced by ``change`` of it."""
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(torch.Tensor, change, tree)
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors in its containers, in order."""
+    from torch.utils._pytree import tree_leaves
+
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def fake_tensor_mode() -> Any:
+    """A mode in which tensors have shapes and no data; real tensors that meet them are taken as fake ones."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+def break_reason(module: fx.GraphModule) -> tuple[str, str] | None:
+    """(reason, "file.py:12") of the graph break after one of Dynamo's graphs; None if none follows."""
+    if not ends_in_graph_break(module):
+        return None
+    reason: Any = module.compile_subgraph_reason
+    frames = list(reason.user_stack or ())
+    where = f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else ""
+    return str(reason.reason).strip().splitlines()[0], where
+
+
 def tuned_within(run: Boxed, budget_bytes: Callable[[], int | None]) -> Boxed:
     """``run``, whose kernels choose among their configurations when they are first launched, with the step's memory around them."""
     is_tuned = False
@@ -534,6 +596,13 @@ def tracing_again(inputs: Sequence[Any]) -> Iterator[None]:
     mode = detect_fake_mode(list(inputs))
     with tracing(TracingContext(mode)):
         yield
+
+
+def forget_compiled() -> None:
+    """Dynamo knows nothing of what it compiled before."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
 
 
 def compile_lock() -> contextlib.AbstractContextManager[object]:

@@ -9,6 +9,7 @@ from dyngran.passes.errors import (
     NothingCompiled,
     PlanFileError,
     PlanMismatch,
+    TargetError,
     ToolMissing,
     UnknownSize,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "NothingCompiled",
     "PlanFileError",
     "PlanMismatch",
+    "TargetError",
     "ToolMissing",
     "UnknownSize",
 ]

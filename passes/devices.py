@@ -36,6 +36,7 @@ class DeviceSpec:
         matmul_share, bandwidth_share: the share of those peaks that large kernels reach.
         launch_us: least device time of one kernel, launch included.
         memory_bytes: total memory as the driver reports it.
+        capability: compute capability of an NVIDIA card, from which torch chooses attention kernels; (0, 0) for others.
     """
 
     name: str
@@ -45,10 +46,18 @@ class DeviceSpec:
     memory_bytes: int
     matmul_share: float = 0.66
     bandwidth_share: float = 0.9
+    capability: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         if self.matmul_tflops.get("fp32", 0.0) <= 0 or self.bandwidth_bytes_per_s <= 0:
             raise ValueError(f"{self.name}: fp32 throughput and bandwidth must be > 0")
+
+    @property
+    def matmul_workspace_bytes(self) -> int:
+        """What torch lets cuBLAS keep for each thread that multiplies: 32 MiB on Hopper, 8.125 MiB on other cards."""
+        if self.name == "cpu":
+            return 0
+        return 32 * MIB if self.capability[0] == 9 else 8320 * 1024
 
     @property
     def bytes_per_us(self) -> float:
@@ -89,6 +98,7 @@ def _gpu(
     *,
     share: float = 0.66,
     bandwidth_share: float = 0.9,
+    capability: tuple[int, int] = (0, 0),
 ) -> DeviceSpec:
     rates = {"fp16": half, "bf16": half, "tf32": tf32, "fp32": fp32, "fp64": fp64}
     if eight is not None:
@@ -101,6 +111,7 @@ def _gpu(
         memory_bytes=mib * MIB,
         matmul_share=share,
         bandwidth_share=bandwidth_share,
+        capability=capability,
     )
 
 
@@ -109,20 +120,20 @@ _A100 = {"fp16": 312.0, "bf16": 312.0, "tf32": 156.0, "fp32": 19.5, "fp64": 19.5
 
 def _a100(name: str, tb_per_s: float, mib: int) -> DeviceSpec:
     return DeviceSpec(
-        name=name, matmul_tflops=_A100, bandwidth_bytes_per_s=tb_per_s * 1e12, launch_us=2.0, memory_bytes=mib * MIB, matmul_share=0.75
+        name=name, matmul_tflops=_A100, bandwidth_bytes_per_s=tb_per_s * 1e12, launch_us=2.0, memory_bytes=mib * MIB, matmul_share=0.75, capability=(8, 0)
     )
 
 
 DEVICES: dict[str, DeviceSpec] = {
     spec.name: spec
     for spec in (
-        _gpu("h100", 989.0, 494.0, 67.0, 67.0, 1979.0, 3.35, 81559),
-        _gpu("h200", 989.0, 494.0, 67.0, 67.0, 1979.0, 4.8, 143771, bandwidth_share=0.8),
+        _gpu("h100", 989.0, 494.0, 67.0, 67.0, 1979.0, 3.35, 81559, capability=(9, 0)),
+        _gpu("h200", 989.0, 494.0, 67.0, 67.0, 1979.0, 4.8, 143771, bandwidth_share=0.8, capability=(9, 0)),
         _a100("a100-40", 1.555, 40960),
         _a100("a100-80", 2.039, 81920),
-        _gpu("l4", 121.0, 60.0, 30.3, 0.47, 242.0, 0.3, 23034),
-        _gpu("l40s", 362.0, 183.0, 91.6, 1.4, 733.0, 0.864, 46068),
-        _gpu("rtx4090", 165.2, 82.6, 82.6, 1.3, 330.3, 1.008, 24564, share=0.85),
+        _gpu("l4", 121.0, 60.0, 30.3, 0.47, 242.0, 0.3, 23034, capability=(8, 9)),
+        _gpu("l40s", 362.0, 183.0, 91.6, 1.4, 733.0, 0.864, 46068, capability=(8, 9)),
+        _gpu("rtx4090", 165.2, 82.6, 82.6, 1.3, 330.3, 1.008, 24564, share=0.85, capability=(8, 9)),
         DeviceSpec(
             name="v100",
             matmul_tflops={"fp16": 125.0, "fp32": 15.7, "fp64": 7.8, "int8": 62.0},
@@ -130,6 +141,7 @@ DEVICES: dict[str, DeviceSpec] = {
             launch_us=2.5,
             memory_bytes=32768 * MIB,
             matmul_share=0.75,
+            capability=(7, 0),
         ),
         _gpu("mi300x", 1307.0, 654.0, 163.4, 163.4, 2615.0, 5.3, 196592, share=0.5, bandwidth_share=0.8),
         DeviceSpec(

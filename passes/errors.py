@@ -33,6 +33,10 @@ class PlanMismatch(DyngranError):
     """A plan was made for another graph than the one it is applied to."""
 
 
+class TargetError(DyngranError):
+    """What `dyngran-plan` was told to trace cannot be loaded, called or traced."""
+
+
 class NothingCompiled(DyngranError):
     """No graph of this model has been compiled by dyngran yet."""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from dataclasses import dataclass
 
 from dyngran.passes.problem import Problem
 
@@ -22,8 +23,22 @@ MAX_NEIGHBOURS = 64  # ops that are coloured again for one marked value: a trans
 DIGEST_BYTES = 16
 
 
+@dataclass(frozen=True, slots=True)
+class Colors:
+    """Of each value and each op, by index: equal where two look alike in all that is around them."""
+
+    values: tuple[str, ...]
+    ops: tuple[str, ...]
+
+
 def fingerprint(problem: Problem) -> str:
     """32 hexadecimal digits over ops (target, side, reads), sizes, kinds, outputs, gradients and whether the code generator fuses."""
+    colors = find_colors(problem)
+    return _hash(ALGORITHM, problem.fused, sorted(colors.values), sorted(colors.ops))
+
+
+def find_colors(problem: Problem) -> Colors:
+    """The colours of which the fingerprint is the hash."""
     values, ops = problem.values, problem.ops
     own_value = [
         _hash("value", value.size_bytes, value.kind.value, value.index in problem.forward_outputs, value.index in problem.gradients)
@@ -33,7 +48,7 @@ def fingerprint(problem: Problem) -> str:
     own_value, own_op = _up(problem, *_down(problem, own_value, own_op))
     own_value = _tell_twins_apart(problem, own_value, own_op)
     own_value, own_op = _up(problem, *_down(problem, own_value, own_op))
-    return _hash(ALGORITHM, problem.fused, sorted(own_value), sorted(own_op))
+    return Colors(tuple(own_value), tuple(own_op))
 
 
 def _down(problem: Problem, value_colors: list[str], op_colors: list[str]) -> tuple[list[str], list[str]]:

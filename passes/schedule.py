@@ -51,7 +51,7 @@ class Making:
 
 
 @dataclass(slots=True)
-class _Copy:
+class Copy:
     """One copy of a value: made at position ``first``, last used at ``last``; ``crosses`` if made in forward and used in backward."""
 
     value: int
@@ -62,11 +62,11 @@ class _Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class _Replay:
+class Replay:
     """A schedule position by position: bytes live while an op runs and, of these, beside values; ``again`` if the op has run before."""
 
     order: tuple[int, ...]
-    copies: list[_Copy]
+    copies: list[Copy]
     live_bytes: list[int]
     beside_bytes: list[int]
     again: list[bool]
@@ -78,7 +78,7 @@ def replay_schedule(problem: Problem, schedule: Schedule) -> ScheduleOutcome:
 
     Linear in the schedule. Raises ValueError for a problem whose code generator fuses: there order is not ours.
     """
-    replay = _replay(problem, schedule)
+    replay = replay_copies(problem, schedule)
     saved = frozenset(copy.value for copy in replay.copies if copy.crosses)
     return ScheduleOutcome(
         peak_bytes=problem.total_static_bytes + max(replay.live_bytes, default=0),
@@ -93,10 +93,10 @@ def replay_schedule(problem: Problem, schedule: Schedule) -> ScheduleOutcome:
 def schedule_timeline(problem: Problem, schedule: Schedule) -> Timeline:
     """The whole curve of a schedule, as `Simulator.timeline` gives it for a saved set; a value of which two copies live at the peak stands
     there twice. Raises as `replay_schedule`."""
-    replay = _replay(problem, schedule)
+    replay = replay_copies(problem, schedule)
     live, num_forward, length = replay.live_bytes, len(schedule.forward), len(replay.order)
     peak = max(range(length), key=live.__getitem__) if live else 0
-    tangents = [_Copy(value.index, num_forward, length - 1) for value in problem.values if value.kind is Kind.TANGENT]
+    tangents = [Copy(value.index, num_forward, length - 1) for value in problem.values if value.kind is Kind.TANGENT]
     intervals = [*replay.copies, *(tangents if schedule.backward else ())]
     grids: dict[Kind, list[int]] = {}
     at_peak: list[tuple[int, int]] = []
@@ -198,7 +198,8 @@ def _counted_bytes(problem: Problem, index: int) -> int:
     return 0 if value.kind.is_static else value.size_bytes
 
 
-def _replay(problem: Problem, schedule: Schedule) -> _Replay:
+def replay_copies(problem: Problem, schedule: Schedule) -> Replay:
+    """Every position and every copy of a schedule. Raises as `replay_schedule`."""
     _refuse_fused(problem)
     order, num_forward = (*schedule.forward, *schedule.backward), len(schedule.forward)
     copies = _copies(problem, schedule)
@@ -218,7 +219,7 @@ def _replay(problem: Problem, schedule: Schedule) -> _Replay:
         for position, (of_values, besides) in enumerate(zip(accumulate(change[:-1]), beside, strict=True))
     ]
     recompute_us = sum(problem.ops[index].cost_us for index, is_again in zip(order, again, strict=True) if is_again)
-    return _Replay(order, copies, live, beside, again, recompute_us)
+    return Replay(order, copies, live, beside, again, recompute_us)
 
 
 def _run_before(order: Sequence[int]) -> list[bool]:
@@ -231,13 +232,13 @@ def _run_before(order: Sequence[int]) -> list[bool]:
     return again
 
 
-def _copies(problem: Problem, schedule: Schedule) -> list[_Copy]:
+def _copies(problem: Problem, schedule: Schedule) -> list[Copy]:
     """Every copy that a schedule makes of every value. Raises ValueError if an operand was not made before it is read."""
     order = (*schedule.forward, *schedule.backward)
     num_forward = len(schedule.forward)
-    copies: list[_Copy] = []
-    newest: dict[int, _Copy] = {}
-    from_forward: dict[int, _Copy] = {}
+    copies: list[Copy] = []
+    newest: dict[int, Copy] = {}
+    from_forward: dict[int, Copy] = {}
     for position in range(len(order) + 1):
         if position == num_forward:
             from_forward = dict(newest)
@@ -256,7 +257,7 @@ def _copies(problem: Problem, schedule: Schedule) -> list[_Copy]:
             copy.last, copy.is_used = position, True
             copy.crosses |= copy.first < num_forward <= position
         for value in dict.fromkeys(op.writes):
-            newest[value] = _Copy(value, position, position)
+            newest[value] = Copy(value, position, position)
             copies.append(newest[value])
     last = len(order) - 1
     for value in problem.forward_outputs:

@@ -17,7 +17,7 @@ With ``problem.fused`` the schedule is first folded into kernels as Inductor doe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -66,7 +66,7 @@ class Timeline:
 
 
 @dataclass(slots=True)
-class _Replay:
+class Replay:
     """One schedule with the interval of every allocation: ``(value, first position, last position)``, last None if never freed."""
 
     forward: list[Kernel]
@@ -180,6 +180,10 @@ class Simulator:
             recompute_us=replay.recompute_us,
         )
 
+    def replay(self, saved: Iterable[int]) -> Replay:
+        """What `timeline` is drawn from: the kernels in order and the interval of every allocation."""
+        return self._replay(self.normalize(saved))
+
     def schedule(self, saved: Iterable[int]) -> tuple[list[int], list[int]]:
         """Op indices in the order in which forward and backward run them, before any fusion."""
         forward, backward, _ = self._schedule(self.normalize(saved))
@@ -251,13 +255,13 @@ class Simulator:
         bring(self._late)
         return forward, backward, recomputed
 
-    def _replay(self, crossing: frozenset[int]) -> _Replay:
+    def _replay(self, crossing: frozenset[int]) -> Replay:
         forward_ops, backward_ops, recomputed = self._schedule(crossing)
         problem = self.problem
         held = crossing | problem.forward_outputs
         forward = fuse(problem, forward_ops, held, available=frozenset())
         backward = [self._again(kernel, recomputed) for kernel in fuse(problem, backward_ops, problem.gradients, available=crossing)]
-        return _Replay(
+        return Replay(
             forward=forward,
             backward=backward,
             intervals=self._intervals(forward, backward, crossing),
@@ -305,7 +309,7 @@ class Simulator:
                     intervals.append((value, position, None if value in gradients else last_backward[value]))
         return intervals
 
-    def _live(self, replay: _Replay) -> list[int]:
+    def _live(self, replay: Replay) -> list[int]:
         kernels = replay.forward + replay.backward
         change = [0] * (len(kernels) + 1)
         sizes = self._sizes
@@ -321,18 +325,20 @@ class Simulator:
             if kernel.workspace_bytes:
                 live[position] += kernel.workspace_bytes
             if kernel.in_place and position in dying:
-                live[position] -= self._reused(kernel, dying[position])
+                live[position] -= sum(sizes[value] for value in written_over(kernel, dying[position], sizes))
         return live
 
-    def _reused(self, kernel: Kernel, dying: list[int]) -> int:
-        """Bytes that a fused kernel writes over an operand that dies in it, instead of allocating."""
-        free = [self._sizes[value] for value in dying if value in kernel.reads]
-        reused = 0
-        for value in kernel.writes:
-            if self._sizes[value] in free:
-                free.remove(self._sizes[value])
-                reused += self._sizes[value]
-        return reused
+
+def written_over(kernel: Kernel, dying: Iterable[int], sizes: Sequence[int]) -> list[int]:
+    """The operands that die in a fused kernel and over which it writes, instead of allocating: one of its size for each result."""
+    free = [value for value in dying if value in kernel.reads]
+    found = []
+    for result in kernel.writes:
+        operand = next((value for value in free if sizes[value] == sizes[result]), None)
+        if operand is not None:
+            free.remove(operand)
+            found.append(operand)
+    return found
 
 
 def free_transient(simulator: Simulator) -> int:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +26,7 @@ class DeviceMemory:
     Attributes:
         free_bytes: what the driver would still hand out; on the CPU, what the kernel calls available.
         allocated_bytes, reserved_bytes, peak_allocated_bytes: of this process, by PyTorch's caching allocator.
+        library_bytes: what libraries will allocate in a step and keep, where nothing counts it (`imagined_device`).
     """
 
     total_bytes: int
@@ -30,10 +34,34 @@ class DeviceMemory:
     allocated_bytes: int | None
     reserved_bytes: int | None
     peak_allocated_bytes: int | None
+    library_bytes: int = 0
+
+
+_imagined: ContextVar[DeviceMemory | None] = ContextVar("imagined device", default=None)
+
+
+@contextmanager
+def imagined_device(total_bytes: int, *, library_bytes: int) -> Iterator[None]:
+    """Every device has so many bytes, all of them free and none counted: planning for a card that is not here."""
+    memory = DeviceMemory(
+        total_bytes=total_bytes,
+        free_bytes=total_bytes,
+        allocated_bytes=None,
+        reserved_bytes=None,
+        peak_allocated_bytes=None,
+        library_bytes=library_bytes,
+    )
+    token = _imagined.set(memory)
+    try:
+        yield
+    finally:
+        _imagined.reset(token)
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
     """Read the device's memory; synchronizes nothing."""
+    if (imagined := _imagined.get()) is not None:
+        return imagined
     if device.type != "cuda":
         total, available = _host_bytes()
         return DeviceMemory(total_bytes=total, free_bytes=available, allocated_bytes=None, reserved_bytes=None, peak_allocated_bytes=None)

@@ -142,7 +142,7 @@ def predicted_state_bytes(optimizer: Optimizer) -> StatePrediction:
             if tensor.device.type == device.type and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = rounded_bytes(storage.nbytes(), device)
-    for param in params:  # a state may be a view of its parameter
+    for param in params if storages else ():  # a state may be a view of its parameter
         storages.pop(param.untyped_storage().data_ptr(), None)
     future_bytes, source = _future(optimizer, device)
     return StatePrediction(
@@ -173,7 +173,7 @@ def _flags(group: dict[str, Any]) -> dict[str, Any]:
 def _predict(optimizer: Optimizer, groups: list[dict[str, Any]], device: torch.device) -> tuple[int, str]:
     name = type(optimizer).__name__
     reason = "its parameters are tensor subclasses"
-    if all(type(param) in (Tensor, torch.nn.Parameter) for group in groups for param in group["params"]):
+    if all(type(param) in (Tensor, torch.nn.Parameter) or _is_fake(param) for group in groups for param in group["params"]):
         found = on_clean_thread(lambda: _dry_step(optimizer, groups, device))
         if isinstance(found, int):
             return found, "one step of a copy on meta tensors"
@@ -189,7 +189,8 @@ def _dry_step(optimizer: Optimizer, groups: list[dict[str, Any]], device: torch.
     twins: dict[int, Tensor] = {}
     for group in groups:
         for param in group["params"]:
-            twin = torch.nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=True)
+            plain = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
+            twin = torch.nn.Parameter(plain, requires_grad=True)
             twin.grad = torch.empty_like(twin)
             twins[id(param)] = twin
     copied = _plain_copy(optimizer, twins)
@@ -212,6 +213,11 @@ def _dry_step(optimizer: Optimizer, groups: list[dict[str, Any]], device: torch.
     if failure and not all(copied.state.get(twin) for twin in twins.values()):
         return failure
     return _state_bytes(copied, device, keeps_step_on_device=keeps_step_on_device)
+
+
+def _is_fake(param: Tensor) -> bool:
+    """Shapes without data, as plans without a card are made with: its state is that of a plain parameter."""
+    return getattr(param, "fake_mode", None) is not None
 
 
 def _plain_copy(optimizer: Optimizer, twins: dict[int, Tensor]) -> Any:

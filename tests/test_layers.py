@@ -17,7 +17,13 @@ from dyngran.compiler.version import VERSION
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = ("kernels", "passes", "runtime", "compiler", "dyngran")  # each may import itself and what stands before it
 PRIVATE_TORCH = ("torch._functorch", "torch._inductor", "torch._dynamo", "torch._subclasses", "torch._prims")
-MAY_IMPORT_PRIVATE = {"compiler/torch_private.py": PRIVATE_TORCH, "compiler/options.py": ("torch._inductor",)}
+MAY_IMPORT_PRIVATE = {
+    "compiler/torch_private.py": PRIVATE_TORCH,
+    "compiler/torch_emulation.py": PRIVATE_TORCH,  # and its two parts: private to the process that traces without a card
+    "compiler/torch_attention.py": PRIVATE_TORCH,
+    "compiler/torch_autocast.py": PRIVATE_TORCH,
+    "compiler/options.py": ("torch._inductor",),
+}
 NO_TORCH = ("passes/problem.py", "passes/plan.py", "passes/simulate.py", "passes/fuse.py", "passes/fingerprint.py", "passes/errors.py")
 FILES = sorted(path.relative_to(ROOT).as_posix() for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
 

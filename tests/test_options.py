@@ -11,7 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dyngran.compiler.budget import MAX_BYTES, UNIT_BYTES, VALID_FORMS, BudgetForm, parse_bytes
-from dyngran.compiler.options import MODES, OPTION_NAMES, Budget, Codegen, Options, Outputs, current_defaults, parse_options, set_defaults
+from dyngran.compiler.options import (
+    MODES,
+    OPTION_NAMES,
+    Budget,
+    Codegen,
+    Options,
+    Outputs,
+    PlanMismatchPolicy,
+    current_defaults,
+    parse_options,
+    set_defaults,
+)
 from dyngran.passes.errors import DyngranError, InvalidBudget, InvalidOption
 from dyngran.passes.solvers.portfolio import SOLVERS
 
@@ -124,6 +135,7 @@ def test_every_option() -> None:
         "solver": "ilp",
         "storage": [],
         "plan": "plans/gpt.json",
+        "plan_mismatch": "resolve",
         "guard": False,
         "device_profile": "H100",
         "keep_below": "64KiB",
@@ -139,6 +151,7 @@ def test_every_option() -> None:
         solver="ilp",
         storage=(),
         plan=Path("plans/gpt.json"),
+        plan_mismatch=PlanMismatchPolicy.RESOLVE,
         guard=False,
         device_profile="H100",
         keep_below=64 * 1024,

@@ -7,17 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import problems
+from problems import Builder, problems
 from torch import nn
 
 import dyngran
-from dyngran.compiler.options import Codegen
+from dyngran.compiler import plan_schema
+from dyngran.compiler.options import Codegen, Outputs
 from dyngran.compiler.planfile import (
+    GraphBreak,
+    GraphPlan,
+    Origin,
     PlanDocument,
+    Settings,
     check_applicable,
     dump_plan,
     for_file,
@@ -29,58 +35,87 @@ from dyngran.compiler.planfile import (
 from dyngran.passes.carry import with_carried
 from dyngran.passes.decide import decide
 from dyngran.passes.errors import PlanFileError, PlanMismatch
+from dyngran.passes.fingerprint import fingerprint
 from dyngran.passes.plan import Action, Decision, Plan, Schedule
-from dyngran.passes.problem import Problem
+from dyngran.passes.problem import Kind, Problem, Side
 from dyngran.passes.simulate import Simulator
 
 COUNTS = st.integers(0, 2**50)
 AMOUNTS = st.floats(0, 1e12, allow_nan=False)
 TEXTS = st.text(max_size=20)
-DECISIONS = st.builds(
-    Decision,
-    value=COUNTS,
-    name=TEXTS,
-    action=st.sampled_from(Action),
-    reason=TEXTS,
-    size_bytes=COUNTS,
-    recompute_us=AMOUNTS,
-    label=TEXTS,
-    dimension=st.none() | st.integers(0, 8),
-    fraction=st.none() | st.floats(0, 1),
-    format=st.none() | TEXTS,
-)
-OPS = st.lists(st.integers(0, 10**5), max_size=6).map(tuple)
-SCHEDULES = st.builds(Schedule, OPS, OPS, st.frozensets(COUNTS, max_size=4))
-PLANS = st.builds(
-    Plan,
-    budget_bytes=st.none() | st.integers(1, 2**50),
-    saved=st.just(frozenset()),
-    decisions=st.lists(DECISIONS, max_size=6, unique_by=lambda decision: decision.value).map(tuple),
-    peak_bytes=COUNTS,
-    static_bytes=COUNTS,
-    saved_bytes=COUNTS,
-    time_us=AMOUNTS,
-    overhead_us=AMOUNTS,
-    recompute_us=AMOUNTS,
-    num_recomputed=COUNTS,
-    solver=TEXTS,
-    order=TEXTS,
-    truncated=st.booleans(),
-    schedule=st.none() | SCHEDULES,
-    bound_us=AMOUNTS,
-    bound=TEXTS,
-).map(
-    lambda plan: replace(
-        plan,
-        bound_us=min(plan.bound_us, plan.time_us),
-        saved=frozenset(one.value for one in plan.decisions if one.action is not Action.RECOMPUTE),
+
+
+@st.composite
+def graph_plans(draw: st.DrawFn) -> GraphPlan:
+    """A plan of any problem, with figures that need not fit it: a file holds what it is given."""
+    problem = draw(problems())
+    values = draw(st.lists(st.sampled_from(problem.values), max_size=6, unique_by=lambda value: value.index))
+    decisions = tuple(
+        Decision(
+            value=value.index,
+            name=draw(TEXTS),
+            action=draw(st.sampled_from(Action)),
+            reason=draw(TEXTS),
+            size_bytes=value.size_bytes,
+            recompute_us=draw(AMOUNTS),
+            label=draw(TEXTS),
+            dimension=draw(st.none() | st.integers(0, 8)),
+            fraction=draw(st.none() | st.floats(0, 1)),
+            format=draw(st.none() | TEXTS),
+        )
+        for value in values
     )
+    orders = st.lists(st.integers(0, len(problem.ops) - 1), max_size=6).map(tuple) if problem.ops else st.just(())
+    time_us = draw(AMOUNTS)
+    plan = Plan(
+        budget_bytes=draw(st.none() | st.integers(1, 2**50)),
+        saved=frozenset(one.value for one in decisions if one.action is not Action.RECOMPUTE),
+        decisions=decisions,
+        **{name: draw(COUNTS) for name in ("peak_bytes", "static_bytes", "saved_bytes", "num_recomputed")},
+        **{name: draw(AMOUNTS) for name in ("overhead_us", "recompute_us")},
+        **{name: draw(TEXTS) for name in ("solver", "order", "bound")},
+        time_us=time_us,
+        truncated=draw(st.booleans()),
+        schedule=draw(st.none() | st.builds(Schedule, orders, orders, st.frozensets(COUNTS, max_size=4))),
+        bound_us=time_us * draw(st.floats(0, 1)),
+    )
+    return GraphPlan(
+        problem=problem, plan=plan, fingerprint=draw(TEXTS), frontier=tuple(draw(st.lists(st.tuples(COUNTS, AMOUNTS), max_size=3)))
+    )
+
+
+SETTINGS = st.builds(
+    Settings,
+    batch=st.none() | st.integers(1, 2**20),
+    budget=st.none() | TEXTS,
+    dtype=st.none() | TEXTS,
+    dynamic=st.booleans(),
+    keep_below=st.none() | COUNTS,
+    outputs=st.sampled_from(Outputs),
+    profile=st.none() | TEXTS,
+    solver=TEXTS,
 )
-CODEGENS = st.sampled_from([codegen.value for codegen in Codegen])
 DOCUMENTS = st.builds(
-    PlanDocument, plan=PLANS, fingerprint=TEXTS, codegen=CODEGENS, torch_version=TEXTS, device=TEXTS, dyngran_version=TEXTS
+    PlanDocument,
+    graphs=st.lists(graph_plans(), min_size=1, max_size=2).map(tuple),
+    codegen=st.sampled_from([codegen.value for codegen in Codegen]),
+    torch_version=TEXTS,
+    device=TEXTS,
+    origin=st.sampled_from(Origin),
+    settings=SETTINGS,
+    breaks=st.lists(st.builds(GraphBreak, TEXTS, TEXTS), max_size=2).map(tuple),
+    dyngran_version=TEXTS,
+    extra=st.dictionaries(TEXTS, st.none() | st.integers(-5, 5) | TEXTS, max_size=2),
 )
 
+BUILD = Builder()
+WEIGHT = BUILD.given(16)
+PRODUCT = BUILD.op([WEIGHT], 32, cost_us=4.0, region="layer")
+CURVE = BUILD.op([PRODUCT], 64, cost_us=1.5, target="relu", fusible=True)
+TOTAL = BUILD.op([CURVE], 8, cost_us=1.0, target="sum", kind=Kind.OUTPUT)
+BUILD.outputs.add(TOTAL)
+TANGENT = BUILD.given(8, Kind.TANGENT)
+BUILD.gradients.add(BUILD.op([TANGENT, PRODUCT, CURVE], 16, cost_us=5.0, side=Side.BACKWARD, kind=Kind.GRADIENT))
 PLAN = Plan(
     budget_bytes=100,
     saved=frozenset({3, 1}),
@@ -98,38 +133,89 @@ PLAN = Plan(
     num_recomputed=1,
     solver="mutwo",
 )
-DOCUMENT = PlanDocument(plan=PLAN, fingerprint="ab12", codegen="eager", torch_version="2.13.0", device="cpu", dyngran_version="0.1.0")
+DOCUMENT = PlanDocument(
+    graphs=(GraphPlan(problem=BUILD.build(), plan=PLAN, fingerprint="ab12", frontier=((96, 12.25),)),),
+    codegen="eager",
+    torch_version="2.13.0",
+    device="cpu",
+    settings=Settings(budget="100B", profile="cpu"),
+    dyngran_version="0.1.0",
+)
+
+
+VALIDATOR = jsonschema.Draft202012Validator(json.loads(plan_schema.schema_text()))
+
+
+def with_plan(plan: Plan) -> PlanDocument:
+    """`DOCUMENT` with another plan for its graph."""
+    return replace(DOCUMENT, graphs=(replace(DOCUMENT.graphs[0], plan=plan),))
+
 
 GOLDEN = """{
- "bound": "",
- "bound_us": 0.0,
- "budget_bytes": 100,
+ "breaks": [],
  "codegen": "eager",
- "decisions": [
-  {"action": "keep", "dimension": null, "format": null, "fraction": null, "label": "layer 0", "name": "mm", \
-"reason": "dear to compute", "recompute_us": 0.0, "size_bytes": 32, "value": 1},
-  {"action": "recompute", "dimension": null, "format": null, "fraction": null, "label": "", "name": "relu", \
-"reason": "cheap", "recompute_us": 1.5, "size_bytes": 64, "value": 2},
-  {"action": "keep", "dimension": null, "format": null, "fraction": null, "label": "", "name": "sum", \
-"reason": "the caller holds it anyway", "recompute_us": 0.0, "size_bytes": 8, "value": 3}
- ],
  "device": "cpu",
  "dyngran": "0.1.0",
- "fingerprint": "ab12",
- "num_recomputed": 1,
- "order": "joint graph, recompute before first reader",
- "overhead_us": 1.5,
- "peak_bytes": 96,
- "recompute_us": 1.5,
- "saved": [1, 3],
- "saved_bytes": 40,
- "schedule": null,
- "schema": 1,
- "solver": "mutwo",
- "static_bytes": 16,
- "time_us": 12.25,
- "torch": "2.13.0",
- "truncated": false
+ "extra": {},
+ "graphs": [
+  {
+   "fingerprint": "ab12",
+   "frontier": [
+    [96, 12.25]
+   ],
+   "plan": {
+    "bound": "",
+    "bound_us": 0.0,
+    "budget_bytes": 100,
+    "decisions": [
+     {"action": "keep", "label": "layer 0", "name": "mm", "reason": "dear to compute", "size_bytes": 32, "value": 1},
+     {"action": "recompute", "name": "relu", "reason": "cheap", "recompute_us": 1.5, "size_bytes": 64, "value": 2},
+     {"action": "keep", "name": "sum", "reason": "the caller holds it anyway", "size_bytes": 8, "value": 3}
+    ],
+    "num_recomputed": 1,
+    "order": "joint graph, recompute before first reader",
+    "overhead_us": 1.5,
+    "peak_bytes": 96,
+    "recompute_us": 1.5,
+    "saved": [1, 3],
+    "saved_bytes": 40,
+    "schedule": null,
+    "solver": "mutwo",
+    "static_bytes": 16,
+    "time_us": 12.25,
+    "truncated": false
+   },
+   "problem": {
+    "bytes_per_us": 10000.0,
+    "forward_outputs": [3],
+    "fused": false,
+    "gradients": [5],
+    "keep_below_bytes": 0,
+    "launch_us": 1.0,
+    "ops": [
+     {"cost_us": 4.0, "name": "mm_0", "num_elements": 32, "reads": [0], "region": "layer", "side": "forward", "target": "mm", "writes": [1]},
+     {"cost_us": 1.5, "fusible": true, "name": "relu_1", "num_elements": 64, "reads": [1], "side": "forward", "target": "relu", \
+"writes": [2]},
+     {"cost_us": 1.0, "name": "sum_2", "num_elements": 8, "reads": [2], "side": "forward", "target": "sum", "writes": [3]},
+     {"cost_us": 5.0, "name": "mm_3", "num_elements": 16, "reads": [4, 1, 2], "side": "backward", "target": "mm", "writes": [5]}
+    ],
+    "static_bytes": {"parameter": 16},
+    "stock": {},
+    "values": [
+     {"kind": "parameter", "name": "given_0", "size_bytes": 16},
+     {"kind": "activation", "label": "layer:mm", "name": "value_1", "size_bytes": 32},
+     {"kind": "activation", "label": ":relu", "name": "value_2", "size_bytes": 64},
+     {"kind": "output", "label": ":sum", "name": "value_3", "size_bytes": 8},
+     {"kind": "tangent", "name": "given_4", "size_bytes": 8},
+     {"kind": "gradient", "label": ":mm", "name": "value_5", "size_bytes": 16}
+    ]
+   }
+  }
+ ],
+ "origin": "exact",
+ "schema": 2,
+ "settings": {"budget": "100B", "profile": "cpu"},
+ "torch": "2.13.0"
 }
 """
 
@@ -162,104 +248,171 @@ def test_saving_replaces_the_whole_file_and_leaves_nothing_beside_it(tmp_path: P
 def test_a_plan_that_no_file_can_hold_is_not_written(tmp_path: Path, time_us: float) -> None:
     path = tmp_path / "plan.json"
     save_plan(path, DOCUMENT)
-    with pytest.raises(PlanFileError, match="'time_us' must be a number"):
-        save_plan(path, replace(DOCUMENT, plan=replace(PLAN, time_us=time_us)))
+    with pytest.raises(PlanFileError, match=r"plan\.time_us: Expected `float`"):
+        save_plan(path, with_plan(replace(PLAN, time_us=time_us)))
     assert path.read_text() == GOLDEN
     assert os.listdir(tmp_path) == ["plan.json"]
 
 
 ORDER = {"forward": [0, 1, 0], "backward": [2, 0], "saved": [1, 3]}
-LATER = ("bound", "bound_us", "schedule")  # fields that older files do not have
-WRONG: dict[str, list[Any]] = {
-    "bound": [None, 3],
-    "bound_us": [-1, None, math.nan, 12.3],
-    "budget_bytes": ["8GiB", 0, True, 1.5],
-    "codegen": [None, 1, "", "tvm", "Inductor"],
-    "decisions": [{}, None, [1], [{}]],
-    "device": [1],
-    "dyngran": [None],
-    "fingerprint": [[]],
-    "num_recomputed": [-1, 1.0],
-    "order": [3],
-    "overhead_us": [-0.5, "1", math.nan, 10**400],
-    "peak_bytes": [-1, None],
-    "recompute_us": [math.inf, None],
-    "saved": [[3, 1], [1, 1], [True], ["1"], [-1], None],
-    "saved_bytes": [False],
-    "schedule": [
+GRAPH, PLANNED, ASKED = ("graphs", 0), ("graphs", 0, "plan"), ("graphs", 0, "problem")
+Place = tuple[str | int, ...]
+WRONG: dict[Place, list[Any]] = {
+    ("breaks",): [None, [{}], [{"reason": "x", "where": 1}]],
+    ("codegen",): [None, 1, "", "tvm", "Inductor"],
+    ("device",): [1],
+    ("dyngran",): [None],
+    ("extra",): [[], None],
+    ("graphs",): [{}, [], None, [1], [{}]],
+    ("origin",): ["approximate", None],
+    ("schema",): [0, 1, 3, "2", None, True],
+    ("settings",): [None, {"batch": 0}, {"outputs": "kept"}, {"more": 1}],
+    ("torch",): [2.13],
+    (*GRAPH, "fingerprint"): [[]],
+    (*GRAPH, "frontier"): [[[1]], [[-1, 2.0]], [["1", 2.0]]],
+    (*GRAPH, "plan"): [None, {}],
+    (*GRAPH, "problem"): [None, {}],
+    (*PLANNED, "bound"): [None, 3],
+    (*PLANNED, "bound_us"): [-1, None, math.nan, 12.3],
+    (*PLANNED, "budget_bytes"): ["8GiB", 0, True, 1.5],
+    (*PLANNED, "decisions"): [{}, None, [1], [{}]],
+    (*PLANNED, "num_recomputed"): [-1, 1.5],
+    (*PLANNED, "order"): [3],
+    (*PLANNED, "overhead_us"): [-0.5, "1", math.nan, 10**400],
+    (*PLANNED, "peak_bytes"): [-1, None],
+    (*PLANNED, "recompute_us"): [math.inf, None],
+    (*PLANNED, "saved"): [[3, 1], [1, 1], [True], ["1"], [-1], None, [99]],
+    (*PLANNED, "saved_bytes"): [False],
+    (*PLANNED, "schedule"): [
         [],
         {},
         *({**ORDER, name: wrong} for name in ORDER for wrong in (None, [-1], ["0"], [True], [0.5], {})),
         {**ORDER, "saved": [3, 1]},
         {**ORDER, "saved": [1, 1]},
+        {**ORDER, "forward": [9]},
         {**ORDER, "more": []},
     ],
-    "schema": [0, 2, "1", None, True],
-    "solver": [None],
-    "static_bytes": ["1"],
-    "time_us": [None],
-    "torch": [2.13],
-    "truncated": [0, "no"],
+    (*PLANNED, "solver"): [None],
+    (*PLANNED, "static_bytes"): ["1"],
+    (*PLANNED, "time_us"): [None],
+    (*PLANNED, "truncated"): [0, "no"],
+    (*ASKED, "bytes_per_us"): [0, -1.0, None],
+    (*ASKED, "forward_outputs"): [[99], [3, 3], None],
+    (*ASKED, "fused"): [1],
+    (*ASKED, "gradients"): [[6], [-1]],
+    (*ASKED, "keep_below_bytes"): [-1],
+    (*ASKED, "launch_us"): [math.nan],
+    (*ASKED, "ops"): [None, [{}]],
+    (*ASKED, "static_bytes"): [{"weights": 1}, {"parameter": -1}],
+    (*ASKED, "stock"): [{"min-cut": [99]}, {"min-cut": [3, 1]}, []],
+    (*ASKED, "values"): [None, [], [{}]],
+    (*PLANNED, "decisions", 1, "action"): ["drop", 1, None, []],
+    (*PLANNED, "decisions", 1, "dimension"): [-1, 0.5],
+    (*PLANNED, "decisions", 1, "format"): [16],
+    (*PLANNED, "decisions", 1, "fraction"): [1.5, -0.1, "half"],
+    (*PLANNED, "decisions", 1, "label"): [None],
+    (*PLANNED, "decisions", 1, "name"): [7],
+    (*PLANNED, "decisions", 1, "reason"): [None],
+    (*PLANNED, "decisions", 1, "recompute_us"): ["fast"],
+    (*PLANNED, "decisions", 1, "size_bytes"): [-1, 65],
+    (*PLANNED, "decisions", 1, "value"): ["mm", None, 99],
+    (*ASKED, "ops", 1, "reads"): [[99], [3], [-1], "0"],
+    (*ASKED, "ops", 1, "writes"): [[99], [1], None],
+    (*ASKED, "ops", 1, "side"): ["left"],
+    (*ASKED, "ops", 1, "cost_us"): [-1.0, math.inf],
+    (*ASKED, "values", 1, "kind"): ["weights"],
+    (*ASKED, "values", 1, "size_bytes"): [-1, 33],
 }
-WRONG_IN_DECISION: dict[str, list[Any]] = {
-    "action": ["drop", 1, None, []],
-    "dimension": [-1, 0.5],
-    "format": [16],
-    "fraction": [1.5, -0.1, "half"],
-    "label": [None],
-    "name": [7],
-    "reason": [None],
-    "recompute_us": ["fast"],
-    "size_bytes": [-1],
-    "value": ["mm", None],
-}
+OPTIONAL = ("breaks", "extra", "frontier", "settings", "bound", "bound_us", "budget_bytes", "schedule", "truncated", "static_bytes", "stock")
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
-def test_each_wrong_field_is_named(name: str, value: object) -> None:
-    fields = json.loads(GOLDEN)
-    fields[name] = value
-    with pytest.raises(PlanFileError, match=name):
-        parse_plan(json.dumps(fields), source="plan.json")
+def at(document: Any, place: Place) -> Any:
+    for key in place:
+        document = document[key]
+    return document
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG_IN_DECISION.items() for value in values])
-def test_each_wrong_field_of_a_decision_is_named(name: str, value: object) -> None:
-    fields = json.loads(GOLDEN)
-    fields["decisions"][1][name] = value
-    with pytest.raises(PlanFileError, match=rf"decisions\[1\]: field '{name}'"):
-        parse_plan(json.dumps(fields), source="plan.json")
+@pytest.mark.parametrize(("place", "value"), [(place, value) for place, values in WRONG.items() for value in values])
+def test_whatever_is_wrong_is_told_with_its_place(place: Place, value: object) -> None:
+    document = json.loads(GOLDEN)
+    at(document, place[:-1])[place[-1]] = value
+    with pytest.raises(PlanFileError, match=r"^plan file 'plan\.json'.*\.$") as caught:
+        parse_plan(json.dumps(document), source="plan.json")
+    told = str(caught.value)
+    assert "graphs[0]" in told if place[0] == "graphs" and len(place) > 1 else str(place[0]) in told
+
+
+def test_a_wrong_field_is_named_with_the_way_to_it() -> None:
+    document = json.loads(GOLDEN)
+    document["graphs"][0]["plan"]["decisions"][1]["action"] = "drop"
+    with pytest.raises(PlanFileError) as caught:
+        parse_plan(json.dumps(document), source="plan.json")
+    assert str(caught.value) == "plan file 'plan.json': graphs[0].plan.decisions[1].action: Invalid enum value 'drop'."
 
 
 def test_every_field_is_needed_and_no_other_is_known() -> None:
     document = json.loads(GOLDEN)
-    assert set(WRONG) == set(document)
-    assert set(WRONG_IN_DECISION) == set(document["decisions"][0])
-    for fields, place in ((document, document), (document, document["decisions"][0])):
-        for name in list(place):
-            if place is document and name in LATER:
+    for place in ((), GRAPH, PLANNED, ASKED, (*ASKED, "ops", 1), (*ASKED, "values", 1), (*PLANNED, "decisions", 1)):
+        fields = at(document, place)
+        for name in list(fields):
+            if name in OPTIONAL or (len(place) > 3 and name in ("label", "region", "fusible", "num_elements", "recompute_us")):
                 continue
-            value = place.pop(name)
-            with pytest.raises(PlanFileError, match=f"'{name}' is missing"):
-                parse_plan(json.dumps(fields), source="plan.json")
-            place[name] = value
-        place["limit"] = 1
-        with pytest.raises(PlanFileError, match="'limit' is not known"):
-            parse_plan(json.dumps(fields), source="plan.json")
-        del place["limit"]
+            value = fields.pop(name)
+            with pytest.raises(PlanFileError, match=name if name == "schema" else f"missing required field `{name}`"):
+                parse_plan(json.dumps(document), source="plan.json")
+            fields[name] = value
+        fields["limit"] = 1
+        with pytest.raises(PlanFileError, match="unknown field `limit`"):
+            parse_plan(json.dumps(document), source="plan.json")
+        del fields["limit"]
 
 
-def test_a_file_of_before_schedules_and_bounds_is_read() -> None:
-    fields = {name: value for name, value in json.loads(GOLDEN).items() if name not in LATER}
-    assert parse_plan(json.dumps(fields), source="plan.json") == DOCUMENT
+def test_fields_with_a_default_may_be_missing() -> None:
+    """The rule of compatibility: a file of before such a field is read as if it stood there with its default."""
+    document = json.loads(GOLDEN)
+    for name in ("breaks", "extra"):
+        del document[name]
+    del document["graphs"][0]["plan"]["bound"]
+    assert parse_plan(json.dumps(document), source="plan.json") == DOCUMENT
+
+
+def test_what_other_versions_add_is_kept() -> None:
+    document = json.loads(GOLDEN)
+    document["extra"] = {"guard": {"rungs": [1, 2]}}
+    assert json.loads(dump_plan(parse_plan(json.dumps(document), source="plan.json"))) == document
+
+
+def test_the_shipped_schema_is_that_of_the_reader() -> None:
+    shipped = (Path(plan_schema.__file__).parent / "plan.schema.json").read_text()
+    assert shipped == plan_schema.schema_text(), "write it anew: python -m dyngran.compiler.plan_schema"
+    jsonschema.validate(json.loads(GOLDEN), json.loads(shipped))
+
+
+@given(document=DOCUMENTS)
+def test_what_is_written_is_valid_by_the_shipped_schema(document: PlanDocument) -> None:
+    VALIDATOR.validate(json.loads(dump_plan(document)))
+
+
+def test_a_file_that_is_too_large_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    with open(path, "wb") as file:
+        file.truncate(200 * 2**20)
+    with pytest.raises(PlanFileError, match=r"has 200 MiB, and a plan file has at most 64 MiB"):
+        load_plan(path)
+
+
+def test_a_file_of_another_schema_says_what_to_do() -> None:
+    for schema, advice in ((99, "Install a newer dyngran"), (1, "Make the plan again")):
+        with pytest.raises(PlanFileError, match=rf"has schema {schema}, and dyngran .* reads schema 2\. {advice}"):
+            parse_plan(json.dumps({"schema": schema}), source="plan.json")
 
 
 def test_a_schedule_and_a_bound_as_they_are_written() -> None:
     plan = replace(PLAN, schedule=Schedule((0, 1, 0), (2, 0), frozenset({3, 1})), bound_us=9.8, bound="relaxation: continuous program")
-    text = dump_plan(replace(DOCUMENT, plan=plan))
-    written = ' "schedule": {\n  "backward": [2, 0],\n  "forward": [0, 1, 0],\n  "saved": [1, 3]\n },\n'
-    assert text == GOLDEN.replace(' "schedule": null,\n', written).replace(
-        ' "bound": "",\n "bound_us": 0.0,\n', ' "bound": "relaxation: continuous program",\n "bound_us": 9.8,\n'
+    text = dump_plan(with_plan(plan))
+    written = '    "schedule": {\n     "backward": [2, 0],\n     "forward": [0, 1, 0],\n     "saved": [1, 3]\n    },\n'
+    assert text == GOLDEN.replace('    "schedule": null,\n', written).replace(
+        '    "bound": "",\n    "bound_us": 0.0,\n', '    "bound": "relaxation: continuous program",\n    "bound_us": 9.8,\n'
     )
     assert parse_plan(text, source="plan.json").plan == plan
     assert plan.gap == pytest.approx(0.2)
@@ -299,7 +452,7 @@ def test_a_file_numbers_the_ops_of_the_graph_whatever_is_carried(problem: Proble
         (b"[]", "one JSON object"),
         (b"3", "one JSON object"),
         (b'{"schema": 99}', "schema 99, and dyngran"),
-        (b"{}", "is missing"),
+        (b"{}", "schema null"),
     ],
 )
 def test_what_is_no_plan_file_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
@@ -324,17 +477,17 @@ def changed(position: int, **fields: Any) -> tuple[Decision, ...]:
     [
         (replace(PLAN, saved=frozenset({3})), """value 1 ("mm") is kept by its decision, and is not in field 'saved'"""),
         (replace(PLAN, saved=frozenset({1, 2, 3})), """value 2 ("relu") is in field 'saved', and its decision is to recompute it"""),
-        (replace(PLAN, saved=frozenset({1, 3, 10**9, 7})), "value 7 is in field 'saved', and has no decision"),
+        (replace(PLAN, saved=frozenset({1, 3, 4, 5})), "value 4 is in field 'saved', and has no decision"),
         (replace(PLAN, decisions=PLAN.decisions[:2]), "value 3 is in field 'saved', and has no decision"),
-        (replace(PLAN, decisions=changed(2, value=1)), 'value 1 ("sum") is decided twice'),
+        (replace(PLAN, decisions=changed(2, value=1, size_bytes=32)), 'value 1 ("sum") is decided twice'),
     ],
 )
 def test_a_file_whose_decisions_do_not_make_what_is_saved_is_refused(tmp_path: Path, plan: Plan, said: str) -> None:
     path = tmp_path / "plan.json"
-    path.write_text(dump_plan(replace(DOCUMENT, plan=plan)))
+    path.write_text(dump_plan(with_plan(plan)))
     with pytest.raises(PlanFileError) as caught:
         load_plan(path)
-    assert str(caught.value) == f"plan file {str(path)!r}: {said}."
+    assert str(caught.value) == f"plan file {str(path)!r}, graphs[0]: {said}."
 
 
 @given(problem=problems(), data=st.data())
@@ -343,7 +496,8 @@ def test_whatever_is_decided_can_be_written_and_applied(problem: Problem, data: 
     simulator = Simulator(problem)
     saved = data.draw(st.sets(st.sampled_from(range(len(problem.values)))))
     plan = decide(simulator, simulator.evaluate(saved), budget_bytes=None, solver="test", fastest_us=0.0)
-    document = replace(DOCUMENT, plan=plan, codegen="inductor" if problem.fused else "eager")
+    graph = GraphPlan(problem=problem, plan=plan, fingerprint=fingerprint(problem))
+    document = replace(DOCUMENT, graphs=(graph,), codegen="inductor" if problem.fused else "eager")
     again = parse_plan(dump_plan(document), source="test")
     assert again == document
     check_applicable(again, codegen=document.codegen, source="plan.json")
@@ -355,7 +509,7 @@ def test_a_plan_for_the_other_code_generator_is_not_applied() -> None:
 
 
 def test_a_prescribed_order_is_not_applied_where_inductor_orders() -> None:
-    document = replace(DOCUMENT, codegen="inductor", plan=replace(PLAN, schedule=Schedule((), ())))
+    document = replace(with_plan(replace(PLAN, schedule=Schedule((), ()))), codegen="inductor")
     with pytest.raises(PlanMismatch, match=r"'plan\.json' prescribes the order of ops, and Inductor orders its kernels itself"):
         check_applicable(document, codegen="inductor", source="plan.json")
     check_applicable(replace(document, codegen="eager"), codegen="eager", source="plan.json")
@@ -365,7 +519,7 @@ def test_a_prescribed_order_is_not_applied_where_inductor_orders() -> None:
 @pytest.mark.parametrize("action", [action for action in Action if action not in (Action.KEEP, Action.RECOMPUTE)])
 def test_an_action_that_is_not_built_is_read_and_not_applied(action: Action, is_saved: bool) -> None:
     saved = PLAN.saved if is_saved else PLAN.saved - {1}
-    document = replace(DOCUMENT, plan=replace(PLAN, saved=saved, decisions=changed(0, action=action)))
+    document = with_plan(replace(PLAN, saved=saved, decisions=changed(0, action=action)))
     assert parse_plan(dump_plan(document), source="test") == document
     with pytest.raises(PlanFileError, match=rf"'plan\.json': value 1 \(\"mm\"\) has action '{action.value}'.*only keep or recompute"):
         check_applicable(document, codegen="eager", source="plan.json")

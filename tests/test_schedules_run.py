@@ -30,7 +30,7 @@ from dyngran.compiler import registry
 from dyngran.compiler.capture import Captured
 from dyngran.compiler.order_rules import order_rules
 from dyngran.compiler.partition import check_runnable, partition
-from dyngran.compiler.planfile import PlanDocument, load_plan, save_plan
+from dyngran.compiler.planfile import GraphPlan, PlanDocument, load_plan, save_plan
 from dyngran.compiler.unroll import nodes_of_ops
 from dyngran.passes.errors import BudgetTooSmall, GraphBroken, InvalidOption, PlanMismatch
 from dyngran.passes.order_rules import OrderRules, at_the_ends, check_order
@@ -541,7 +541,10 @@ def write_plan(path: Path, step: Any, write: Callable[[Captured], Schedule]) -> 
     save_plan(
         path,
         PlanDocument(
-            plan=plan, fingerprint=graph.strategy.fingerprint, codegen="eager", torch_version=str(torch.__version__), device="cpu"
+            graphs=(GraphPlan(problem=graph.strategy.graph_problem, plan=plan, fingerprint=graph.strategy.fingerprint),),
+            codegen="eager",
+            torch_version=str(torch.__version__),
+            device="cpu",
         ),
     )
     return plan
@@ -595,6 +598,6 @@ def test_a_plan_file_whose_schedule_does_not_fit_is_refused(tmp_path: Path) -> N
         ({"schedule": replace(plan.schedule, backward=plan.schedule.backward[1:])}, "its schedule cannot run on this graph"),
         ({"saved": plan.saved - {min(plan.saved)}, "decisions": plan.decisions[1:]}, "its schedule saves .* values, and not"),
     ):
-        save_plan(path, replace(document, plan=replace(plan, **change)))
+        save_plan(path, replace(document, graphs=(replace(document.graphs[0], plan=replace(plan, **change)),)))
         with pytest.raises(PlanMismatch, match=message):
             compiled(module, inputs, plan=str(path))

@@ -1,0 +1,54 @@
+"""``dyngran-plan build``: plan a training step and write the plan file, without a card and without allocating a parameter."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from dyngran.compiler.commands import asking
+from dyngran.compiler.plan_terminal import output_console
+
+
+def add(commands: Any) -> None:
+    """Declare the command."""
+    build = asking.add_command(
+        commands,
+        "build",
+        summary="plan a training step without running it, and write a plan file",
+        description="Plan a training step without running it, and write a plan file.",
+    )
+    asking.add_target(build)
+    build.add_argument("--budget", metavar="SIZE", help="peak of a step, such as 20GiB or 80%% (of the device); default: no limit")
+    asking.add_batch(build)
+    build.add_argument("-o", "--output", metavar="FILE", default="plan.json", help="the plan file (default: plan.json)")
+    build.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Trace, plan, write, and say what came out."""
+    from dyngran.compiler.build import BuildRequest
+    from dyngran.compiler.build import build as build_plan
+    from dyngran.compiler.output_file import check_writable
+    from dyngran.compiler.planfile import save_plan
+    from dyngran.passes.errors import format_bytes, format_us
+
+    path = options.output
+    check_writable(path, what="plan file")
+    settings = asking.settings_from(options, budget=options.budget, batch=options.batch)
+    with asking.telling(asking.error_console()) as tell:
+        document = build_plan(BuildRequest(target=options.target, settings=settings, codegen=options.codegen), tell)
+    save_plan(path, document)
+    plan = document.plan
+    budget = "no budget" if plan.budget_bytes is None else f"a budget of {format_bytes(plan.budget_bytes)}"
+    recomputed = sum(graph.plan.num_recomputed for graph in document.graphs)
+    console = output_console()
+    console.print(
+        f"{path}: {format_bytes(document.peak_bytes)} predicted for {budget} on {document.device} ({document.origin.value}), "
+        f"{format_us(document.time_us)} a step, {recomputed} ops run again in backward.",
+        markup=False,
+    )
+    for one in document.breaks:
+        console.print(f"graph break{f' at {one.where}' if one.where else ''}: {one.reason}", markup=False)
+    console.print(f"Look at it:  dyngran-plan show {path}", markup=False, soft_wrap=True)
+    console.print(f'Train by it: torch.compile(model, backend="dyngran", options={{"plan": "{path}"}})', markup=False, soft_wrap=True)
+    return 0

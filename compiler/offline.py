@@ -1,0 +1,212 @@
+"""Plan a training step without running it: no parameter is allocated and no card is needed. Runs in a process of its own.
+
+The step is called under fake tensors, through Dynamo and AOTAutograd as in training. Where the card is not here, its choices are emulated
+on the CPU (`torch_emulation`), and the tensors are taken to be on the card while the graph is planned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from dyngran.compiler import torch_private
+from dyngran.compiler.offline_graph import OfflineGraph
+from dyngran.compiler.options import Options, parse_options
+from dyngran.compiler.planfile import GraphBreak, Origin, PlanDocument, Settings
+from dyngran.compiler.planned_document import document_of
+from dyngran.compiler.target import DTYPES, Target, call_target, described, load_callable
+from dyngran.passes.devices import DeviceSpec, find_device
+from dyngran.passes.errors import DyngranError, TargetError
+from dyngran.runtime.memory import imagined_device
+
+CPU = "cpu"
+ROCM_LIKE = (8, 0)  # attention kernels are chosen as on an A100 where a device has no compute capability
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a step is traced and what it is planned for.
+
+    Attributes:
+        spec: the device of the table whose costs count; None: operators are measured on the device that is here.
+        traced_on: device of the fake tensors; planned_on: device they are taken to be on. name: for people and plan files.
+    """
+
+    spec: DeviceSpec | None
+    traced_on: torch.device
+    planned_on: torch.device
+    name: str
+
+    @property
+    def is_emulated(self) -> bool:
+        return self.traced_on.type != self.planned_on.type
+
+    @property
+    def origin(self) -> Origin:
+        """Exact if this build of torch could train there."""
+        has_build = self.planned_on.type == CPU or torch.version.cuda is not None or torch.version.hip is not None
+        return Origin.EXACT if has_build else Origin.PORTABLE
+
+
+def find_place(profile: str | None) -> Place:
+    """Where to trace for a device of the table, or for the one that is here (None). Raises InvalidOption for an unknown name."""
+    here = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device(CPU)
+    if profile is None:
+        return Place(spec=None, traced_on=here, planned_on=here, name=torch.cuda.get_device_name(here) if here.type == "cuda" else CPU)
+    spec = find_device(profile)
+    if spec.name == CPU:
+        return Place(spec=spec, traced_on=torch.device(CPU), planned_on=torch.device(CPU), name=CPU)
+    is_like_it = here.type == "cuda" and torch.cuda.get_device_capability(here) == spec.capability
+    return Place(spec=spec, traced_on=here if is_like_it else torch.device(CPU), planned_on=torch.device("cuda", 0), name=spec.name)
+
+
+class Tracer:
+    """Traces one target for one place, as often as it is asked to: with other batches, budgets or options.
+
+    Emulation changes this process for good.
+    """
+
+    def __init__(self, spec: str, place: Place) -> None:
+        self._spec = spec
+        self.place = place
+        if place.is_emulated:
+            from dyngran.compiler.torch_emulation import emulate_cuda
+
+            assert place.spec is not None
+            emulate_cuda(place.spec.capability if place.spec.capability != (0, 0) else ROCM_LIKE)
+        self._make = load_callable(spec)
+
+    def plan(self, settings: Settings, *, codegen: str) -> PlanDocument:
+        """The plan of the step under ``settings``. Raises TargetError, and what planning refuses with."""
+        options = self._options(settings, codegen)
+        graphs = self._trace(settings, options)
+        planned = [graph for graph in graphs if graph.plan is not None]
+        if not planned:
+            raise TargetError(
+                f"target {self._spec!r}: nothing needs a gradient, so there is nothing to plan. Return a model in training mode whose "
+                "parameters require gradients, and a step that returns something computed from them."
+            )
+        for graph in planned:
+            assert graph.strategy is not None
+            graph.strategy.planner.frontier()
+        breaks = [GraphBreak(*graph.graph_break) for graph in graphs if graph.graph_break is not None]
+        return document_of(planned, device=self.place.name, origin=self.place.origin, settings=settings, breaks=breaks)
+
+    def _options(self, settings: Settings, codegen: str) -> Options:
+        return parse_options(
+            {
+                "budget": settings.budget,
+                "codegen": codegen,
+                "device_profile": settings.profile,
+                "keep_below": settings.keep_below,
+                "outputs": settings.outputs,
+                "solver": settings.solver,
+            }
+        )
+
+    def _trace(self, settings: Settings, options: Options) -> list[OfflineGraph]:
+        graphs: list[OfflineGraph] = []
+        refusals: list[DyngranError] = []
+
+        def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            graph = OfflineGraph(module, inputs, options, planned_on=self.place.planned_on)
+            try:
+                graph.compile(inputs)
+            except DyngranError as error:
+                refusals.append(error)
+                raise
+            graphs.append(graph)
+            return graph
+
+        torch_private.forget_compiled()
+        mode = torch_private.fake_tensor_mode()
+        with mode, self._imagined():
+            target, step, optimizer = self._prepared(settings)
+            compiled = torch.compile(step, backend=backend, dynamic=True if settings.dynamic else None)
+            try:
+                with _autocast(target, self.place.traced_on):
+                    compiled(*target.inputs, **target.keywords)
+            except Exception as error:
+                if refusals:
+                    raise refusals[0] from None
+                raise TargetError(f"target {self._spec!r}: its step cannot be traced: {described(error)}.") from error
+            finally:
+                del optimizer  # alive until here: its state is found through it
+        return graphs
+
+    def _imagined(self) -> contextlib.AbstractContextManager[None]:
+        """No allocator counts fake tensors: the device is as the table has it, or as it is, without what is allocated there."""
+        place = self.place
+        if place.planned_on.type == CPU:
+            return contextlib.nullcontext()
+        if place.spec is not None:
+            return imagined_device(place.spec.memory_bytes, library_bytes=place.spec.matmul_workspace_bytes)
+        return contextlib.nullcontext()
+
+    def _prepared(self, settings: Settings) -> tuple[Target, Callable[..., Any], object]:
+        """The target on its device with the overrides, its step, and its optimizer."""
+        target, taken = call_target(self._make, self._spec, batch=settings.batch, dtype=settings.dtype)
+        if settings.batch is not None and "batch" not in taken:
+            target = _with_batch(target, settings.batch)
+        if settings.dtype is not None and "dtype" not in taken:
+            target = _with_dtype(target, DTYPES[settings.dtype])
+        target = self._on_device(target)
+        optimizer = target.optimizer
+        if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer) and target.module is not None:
+            optimizer = optimizer(target.module.parameters())
+        return target, _step_of(target), optimizer
+
+    def _on_device(self, target: Target) -> Target:
+        device = self.place.traced_on
+        tensors = [*(target.module.parameters() if target.module is not None else ()), *torch_private.tensors_in(target.inputs)]
+        away = next((tensor.device for tensor in tensors if tensor.device.type not in (device.type, CPU)), None)
+        if away is not None:
+            raise TargetError(
+                f"target {self._spec!r}: its model is on {away}, which is not here. Name the device to plan for: --device h100, say "
+                "(`dyngran-plan build --help` lists them)."
+            )
+        if device.type == CPU:
+            return target
+        if target.module is not None:
+            target.module.to(device)
+        return target.mapped(lambda tensor: tensor.to(device))
+
+
+def _step_of(target: Target) -> Callable[..., Any]:
+    model, loss, targets = target.model, target.loss, target.targets
+    if loss is None:
+        return model
+
+    def step(*inputs: Any, **keywords: Any) -> Any:
+        return loss(model(*inputs, **keywords), *targets)
+
+    return step
+
+
+@contextlib.contextmanager
+def _autocast(target: Target, device: torch.device) -> Iterator[None]:
+    if target.autocast is None:
+        yield
+        return
+    with torch.autocast(device.type, dtype=target.autocast):
+        yield
+
+
+def _with_batch(target: Target, batch: int) -> Target:
+    """Every input and target whose first dimension is that of the first input gets another one."""
+    first = next((t for t in torch_private.tensors_in((target.inputs, dict(target.keywords))) if t.dim()), None)
+    if first is None:
+        raise TargetError("--batch: the target has no input with a first dimension. Let its function take an argument named batch.")
+    before = first.shape[0]
+    return target.mapped(lambda t: t.new_empty((batch, *t.shape[1:])) if t.dim() and t.shape[0] == before else t)
+
+
+def _with_dtype(target: Target, dtype: torch.dtype) -> Target:
+    if target.module is not None:
+        target.module.to(dtype)
+    return target.mapped(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
