@@ -32,12 +32,14 @@ class AppliedPlan:
 
     Attributes:
         stored: the plan as the file has it. saved, schedule: here.
-        is_unchanged: the graphs are equal, so that the plan is taken as it is. notes: sentences for `explain`.
+        share: of the bytes that the plan decides about, those found here. is_unchanged: the graphs are equal, so that the plan is taken
+            as it is. notes: sentences for `explain`.
     """
 
     stored: GraphPlan
     saved: frozenset[int]
     schedule: Schedule | None
+    share: float
     is_unchanged: bool
     notes: tuple[str, ...]
 
@@ -61,7 +63,7 @@ def apply_document(
         applied = _unchanged(stored, problem) if stored.fingerprint == mark else None
         if applied is not None:
             notes = (_checked_again(document),) if document.torch_version != str(torch.__version__) else ()
-            return AppliedPlan(stored=stored, saved=applied[0], schedule=applied[1], is_unchanged=True, notes=notes)
+            return AppliedPlan(stored=stored, saved=applied[0], schedule=applied[1], share=1.0, is_unchanged=True, notes=notes)
     stored, found = max(((graph, _correspond(graph, problem, simulator)) for graph in document.graphs), key=lambda pair: pair[1].share)
     if document.origin is not Origin.PORTABLE or stored.plan.schedule is not None or found.share < LEAST_SHARE:
         raise PlanMismatch(_refusal(document, source, stored, found, mark, outputs))
@@ -73,7 +75,7 @@ def apply_document(
         "and the simulator decided about the rest",
         *(f"differs from the plan file: {sentence}" for sentence in found.mismatches),
     )
-    return AppliedPlan(stored=stored, saved=frozenset(saved), schedule=None, is_unchanged=False, notes=notes)
+    return AppliedPlan(stored=stored, saved=frozenset(saved), schedule=None, share=found.share, is_unchanged=False, notes=notes)
 
 
 def _unchanged(stored: GraphPlan, problem: Problem) -> tuple[frozenset[int], Schedule | None] | None:

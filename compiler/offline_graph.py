@@ -41,13 +41,11 @@ class OfflineGraph(PlannedGraph):
         options = {**torch_private.mode_options(self.options.mode or "default"), **self.options.inductor}
         return torch_private.trace_inductor(module, inputs, options=options, partition=cut)
 
-    def _plan_and_cut(
-        self, joint: fx.GraphModule, num_fwd_outputs: int, static_indices: tuple[int, ...], held: Sequence[Any]
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def _plan_graph(self, joint: fx.GraphModule, num_fwd_outputs: int, static_indices: tuple[int, ...], held: Sequence[Any]) -> None:
         traced = [tensor for node in joint.graph.nodes for tensor in torch_private.tensors_in(node.meta.get("val"))]
         gradients = [tensor.grad for tensor in held if isinstance(tensor, torch.Tensor) and tensor.is_leaf]
         with torch_private.seen_on(self._planned_on, [*traced, *held, *gradients]):
-            return super()._plan_and_cut(joint, num_fwd_outputs, static_indices, held)
+            super()._plan_graph(joint, num_fwd_outputs, static_indices, held)
 
     def _fits(self, account: WrapperAccount) -> bool:
         return True  # there is no code that could need more than the simulation

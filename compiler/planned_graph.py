@@ -20,7 +20,7 @@ from dyngran.compiler.progress import Heartbeat
 from dyngran.compiler.situation import Situation, existing_gradient_bytes, gradients_to_come
 from dyngran.compiler.static_memory import Carried, StaticMemory, input_kinds, measure_static, resolve_budget
 from dyngran.compiler.store import options_key
-from dyngran.compiler.strategy import LOSS_BYTES, Strategy
+from dyngran.compiler.strategy import FILE_HINT, LOSS_BYTES, Strategy
 from dyngran.passes.errors import BudgetTooSmall, DyngranError, ToolMissing, format_bytes
 from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Kind
@@ -283,7 +283,7 @@ class PlannedGraph:
                     raise refusal[0]
             if self._fits(account):
                 return run
-            if self._takes_file:
+            if self._takes_file and not self._leaves_file():
                 break  # there is no other plan to try
         raise self._refusal()
 
@@ -356,6 +356,12 @@ class PlannedGraph:
     def _plan_and_cut(
         self, joint: fx.GraphModule, num_fwd_outputs: int, static_indices: tuple[int, ...], held: Sequence[Any]
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        self._plan_graph(joint, num_fwd_outputs, static_indices, held)
+        assert self.strategy is not None and self.plan is not None
+        return partition(self.strategy.captured, self.plan.saved, self.plan.schedule)
+
+    def _plan_graph(self, joint: fx.GraphModule, num_fwd_outputs: int, static_indices: tuple[int, ...], held: Sequence[Any]) -> None:
+        """Capture a joint graph and choose its plan."""
         strategy = Strategy.of(
             joint,
             num_fwd_outputs,
@@ -389,7 +395,6 @@ class PlannedGraph:
             len(self.plan.saved),
             self.plan.num_recomputed,
         )
-        return partition(strategy.captured, self.plan.saved, self.plan.schedule)
 
     def _fits(self, account: WrapperAccount) -> bool:
         """Account for the generated code: the plan's prediction becomes what that code allocates."""
@@ -408,8 +413,20 @@ class PlannedGraph:
         self.observer.expect(self.device, static_bytes=self._held_bytes, peak_bytes=self.plan.peak_bytes)
         return self.strategy.fits(self.plan)
 
+    def _leaves_file(self) -> bool:
+        """Whether plans are searched for, because the code of a plan file's plan needs more than the budget."""
+        assert self.strategy is not None and self.plan is not None
+        return self.strategy.leave_file(f"the code of its plan needs {format_bytes(self.plan.peak_bytes)} here")
+
     def _refusal(self) -> BudgetTooSmall:
         assert self.plan is not None and self.budget_bytes is not None and self.strategy is not None
+        if self._takes_file:
+            return BudgetTooSmall(
+                budget_bytes=self.budget_bytes,
+                least_peak_bytes=self.plan.peak_bytes + self.strategy.refusal_room_bytes,
+                pinned=self.strategy.pinned_at_peak(self.plan),
+                hint=f"The code of the plan in {self.options.plan} needs that much here. {FILE_HINT}",
+            )
         besides = self._held_bytes + self._reserve_bytes + self.strategy.margin_bytes + self.strategy.refusal_room_bytes
         least_bytes = self.strategy.least_need_bytes() + besides
         hint = "The code of every plan that was tried needs more than its simulation. Raise the budget or lower the batch size."

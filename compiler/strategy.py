@@ -52,12 +52,17 @@ log = logging.getLogger("dyngran.plan")
 # less than 0.5 % of the transient on a Llama, a ViT-L and a ResNet-152. Libraries keep up to 5 MiB of their own from their first step on.
 KNOWN_SLACK = 0.005  # share of the transient, where generated code is known
 GUESSED_SLACK = 0.01
+UNREAD_SHARE = 0.1  # code for the CPU holds buffers of which the simulator knows nothing, workspaces of attention among them
 SLACK_BYTES = 8 * 2**20
 REFUSAL_ROOM_BYTES = 2 * 2**20  # on CUDA, for a second try: cuBLASLt keeps 1 MiB from the first recomputed product on
 NAMED_SHARE = 0.01  # of the least peak: outputs from that size on are named in a refusal
 PART_HINT = " It is the least peak of this graph, which is a part of the step: the other parts may need more."
 LOSS_BYTES = 64  # the loss and the gradient it starts from are eager scalars
 SEARCHED = "auto"  # who made a plan that was searched for, before the name of the solver that found it
+FILE_HINT = (
+    "Raise the budget, build the plan for a smaller one, or search for another here: remove the option plan, or add "
+    "options={'plan_mismatch': 'resolve'}."
+)
 STOCK = "min-cut"  # torch's default partition
 PLAIN_SOLVERS = ("stock", "default", "region", "every", "selective")  # whose plans are taken once the code generator failed on another
 MAX_DOUBTS = 2  # further plans whose code is generated before a refusal, where their simulations promise DOUBTED_SHARE less than is known
@@ -74,10 +79,11 @@ class Strategy:
         accounted: peak with the problem's static bytes by generated code, per saved set.
         generated: the saved sets among them whose code was generated here, and not by an earlier process.
         graph_problem: the problem of the graph alone, without what the step before left to be held; a plan file refers to it.
+        applied: the plan of a file in the numbers of this graph, once it was asked for. file_notes: what `explain` says of it.
         is_resolving: a plan file was asked for, turned out to be for another graph, and plans are searched for instead.
         num_misses: plans in a row whose generated code passed the limit although the guess did not.
         is_plain: True once the code generator failed on a plan: then only plans that a person might write are proposed.
-        is_code_read: False once generated code could not be accounted for: plans then stand and fall by their simulation.
+        is_offline: no code will be generated. is_code_read: False once generated code could not be accounted for: plans then stand and fall by their simulation.
     """
 
     def __init__(self, captured: Captured, options: Options, mark: str, bare: Problem, *, is_offline: bool = False) -> None:
@@ -86,7 +92,7 @@ class Strategy:
         self.fingerprint = mark
         self.is_resolving = False
         self.file_notes: tuple[str, ...] = ()
-        self._applied: AppliedPlan | None = None
+        self.applied: AppliedPlan | None = None
         self._extra_bytes = 0
         self.planner = Planner(_with_stock(captured), progress=log.info, accepts=self._runnable)
         self.graph_problem = replace(bare, stock=self.problem.stock)
@@ -97,6 +103,7 @@ class Strategy:
         self.num_doubts = 0
         self._meter: Measure | None = None
         self.num_misses = 0
+        self.is_offline = is_offline
         self.is_code_read = not is_offline
         self.is_plain = False
         self.store_key = NOT_KEPT if is_offline else store_key(mark, captured.problem, options)
@@ -235,14 +242,19 @@ class Strategy:
 
     def _slack_bytes(self, peak_bytes: int, share: float) -> int:
         if self.captured.device.type == "cpu":
-            return LOSS_BYTES
+            return LOSS_BYTES + int((peak_bytes - self.problem.total_static_bytes) * self._unread_share)
         return int((peak_bytes - self.problem.total_static_bytes) * share) + SLACK_BYTES
+
+    @property
+    def _unread_share(self) -> float:
+        """Of the transient, what code for the CPU may need beyond its simulation where none will be read."""
+        return UNREAD_SHARE if self.problem.fused and self.is_offline else 0.0
 
     def _peak_within(self, need_bytes: int) -> int:
         """The largest peak of a schedule that does not need more; what is static at least."""
         static = self.problem.total_static_bytes
         if self.captured.device.type == "cpu":
-            return max(static, need_bytes - LOSS_BYTES)
+            return max(static, int(static + (need_bytes - LOSS_BYTES - static) / (1 + self._unread_share)))
         return static + max(0, int((need_bytes - SLACK_BYTES - static) / (1 + GUESSED_SLACK)))
 
     def fits(self, plan: Plan) -> bool:
@@ -258,12 +270,9 @@ class Strategy:
         if self.options.plan is not None and not self.is_resolving:
             try:
                 return self._from_file(limit)
-            except PlanMismatch as error:
-                if self.options.plan_mismatch is PlanMismatchPolicy.REFUSE:
+            except (PlanMismatch, BudgetTooSmall) as error:
+                if not self.leave_file(str(error)):
                     raise
-                self.is_resolving = True
-                self.file_notes = (f"planned afresh: {error}",)
-                log.warning("planning afresh: %s", error)
         if self.options.solver != "auto":
             return self._by_name(limit)
         if limit is None:
@@ -458,15 +467,24 @@ class Strategy:
     @property
     def takes_file(self) -> bool:
         """Whether a plan file says exactly what runs: then there is no other plan to try."""
-        is_repaired = self._applied is not None and not self._applied.is_unchanged
+        is_repaired = self.applied is not None and not self.applied.is_unchanged
         return self.options.plan is not None and not self.is_resolving and not is_repaired
+
+    def leave_file(self, reason: str) -> bool:
+        """Search for plans from now on, where the user allows that for a plan file that does not do; False if not."""
+        if self.options.plan_mismatch is PlanMismatchPolicy.REFUSE:
+            return False
+        self.is_resolving = True
+        self.file_notes = (f"planned afresh, and not by {self.options.plan}: {reason}",)
+        log.warning("planning afresh, and not by %s: %s", self.options.plan, reason)
+        return True
 
     def _from_file(self, limit: int | None) -> Plan:
         assert self.options.plan is not None
-        if self._applied is None:
+        if self.applied is None:
             document = load_plan(self.options.plan)
             check_applicable(document, codegen=self.options.codegen.value, source=self.options.plan)
-            self._applied = apply_document(
+            self.applied = apply_document(
                 document,
                 self.options.plan,
                 problem=self.graph_problem,
@@ -475,10 +493,10 @@ class Strategy:
                 default=self.free.saved,
                 outputs=self.options.outputs,
             )
-            self.file_notes = self._applied.notes
+            self.file_notes = self.applied.notes
             for note in self.file_notes:
                 log.warning("%s", note)
-        applied = self._applied
+        applied = self.applied
         stored = applied.stored.plan
         if not applied.is_unchanged:
             return self._repaired(applied, limit)
@@ -495,7 +513,7 @@ class Strategy:
             budget_bytes=limit,
             least_peak_bytes=outcome.peak_bytes,
             pinned=self.pinned_at_peak(outcome),
-            hint=f"The plan of {self.options.plan} needs that much: raise the budget, or remove the option to search for less.",
+            hint=f"The plan of {self.options.plan} needs that much. {FILE_HINT}",
         )
 
     def _repaired(self, applied: AppliedPlan, limit: int | None) -> Plan:
@@ -535,7 +553,7 @@ class Strategy:
                 budget_bytes=limit,
                 least_peak_bytes=outcome.peak_bytes,
                 pinned=self.pinned_at_peak(plan),
-                hint=f"The plan of {self.options.plan} needs that much: raise the budget, or remove the option to search for less.",
+                hint=f"The plan of {self.options.plan} needs that much. {FILE_HINT}",
             )
         return replace(
             plan,

@@ -1,0 +1,57 @@
+"""What `dyngran-plan` plans here: the demo's two models at two sizes, and the models of `fit.py`. Each takes a batch size.
+
+``dyngran-plan build bench/targets.py:gpt --budget 60%`` for example; `plans/` has committed plans of the demo's models, which CI checks.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from demo_models import GPT, NUM_BYTES, NUM_DIGITS, SIZES, ResNet
+from models import CASES
+from torch import nn
+
+adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
+
+
+def gpt(batch: int | None = None, size: str = "cpu") -> dict[str, Any]:
+    """The demo's byte-level GPT, which returns its loss."""
+    num_layers, width, num_heads, context, usual = SIZES[size][0]
+    model = GPT(num_layers=num_layers, width=width, num_heads=num_heads, context=context)
+    tokens = torch.zeros(batch or usual, context, dtype=torch.long)
+    assert NUM_BYTES == model.bytes.num_embeddings
+    return {"model": model, "inputs": (tokens, torch.zeros_like(tokens)), "optimizer": adamw}
+
+
+def resnet(batch: int | None = None, size: str = "cpu") -> dict[str, Any]:
+    """The demo's ResNet over digits, which returns its loss."""
+    widths, num_blocks, usual = SIZES[size][1]
+    model: nn.Module = ResNet(widths=widths, num_blocks=num_blocks).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    labels = torch.zeros(batch or usual, dtype=torch.long)
+    assert NUM_DIGITS == model.head.out_features
+    return {"model": model, "inputs": (torch.zeros(len(labels), 1, 8, 8), labels), "optimizer": adamw}
+
+
+def gpt_on_card(batch: int | None = None) -> dict[str, Any]:
+    """`gpt` at its size for a card, under bf16 autocast."""
+    return gpt(batch, size="cuda") | {"autocast": "bf16"}
+
+
+def resnet_on_card(batch: int | None = None) -> dict[str, Any]:
+    """`resnet` at its size for a card, under bf16 autocast."""
+    return resnet(batch, size="cuda") | {"autocast": "bf16"}
+
+
+def llama350m(batch: int | None = None) -> dict[str, Any]:
+    """The Llama of `fit.py`, which returns loss and logits."""
+    case = CASES["llama350m"]
+    (tokens,) = case.inputs(batch or case.batch, torch.device("cpu"))
+    return {"model": case.build(), "inputs": {"input_ids": tokens, "labels": tokens}, "optimizer": adamw, "autocast": "bf16"}
+
+
+def tiny(batch: int | None = None) -> dict[str, Any]:
+    """The language model of ``fit.py --smoke``."""
+    case = CASES["tiny"]
+    return {"model": case.build(), "inputs": case.inputs(batch or case.batch, torch.device("cpu")), "optimizer": adamw}
