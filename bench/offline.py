@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from meter import measure_memory, wall_times_ms
-from rows import Row
 
 import dyngran
 from dyngran.compiler import registry
@@ -30,6 +28,11 @@ from dyngran.compiler.target import Target, call_target, load_callable
 from dyngran.compiler.unplanned import unplanned_step
 
 HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE)]  # `python -P` leaves the script's own folder out
+
+from meter import measure_memory, wall_times_ms  # noqa: E402  # found by the line above
+
+Row = dict[str, Any]
 SHARE = 0.7
 NUM_WARM, NUM_STEPS = 3, 10
 
@@ -62,7 +65,7 @@ def train(args: argparse.Namespace) -> None:
         budget_bytes = load_plan(portable).plan.budget_bytes
         files = {"portable": portable, "training": None}
         for name, hides_card in (("card hidden", True), ("card there", False)):
-            files[name] = args.plans / f"{model} {name}.json"
+            files[name] = args.plans / f"{model}-{name.replace(' ', '-')}.json"
             plan(model, args.device, files[name], budget=f"{budget_bytes}B", hides_card=hides_card)
         for name, path in files.items():
             command = [sys.executable, str(Path(__file__).resolve()), "one", model, str(budget_bytes), *([str(path)] if path else [])]

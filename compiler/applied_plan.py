@@ -113,4 +113,3 @@ def _refusal(
     if document.settings.outputs is not outputs:
         what += f"; it was made with outputs={document.settings.outputs.value!r}, and the option here is {outputs.value!r}"
     return f"{head}. What differs: {what}. {REMEDY}"
-

@@ -15,7 +15,9 @@ from dyngran.passes.errors import DyngranError
 COMMANDS = ("build", "show", "frontier", "max_batch", "diff", "check", "doctor")  # modules of `compiler.commands`, as help lists them
 INTERRUPTED = 130
 
-DESCRIPTION = "Plan the memory of training steps: make plans without a card, look at them, compare them, fail CI when they get worse."
+DESCRIPTION = """\
+Plan the memory of training steps: make plans without a card, look at them,
+compare them, fail CI when they get worse."""
 EPILOG = """\
 a first plan:
   dyngran-plan build train.py:make --budget 20GiB --device h100 -o plan.json

@@ -20,6 +20,7 @@ from dyngran.compiler.options import Options, parse_options
 from dyngran.compiler.planfile import GraphBreak, Origin, PlanDocument, Settings
 from dyngran.compiler.planned_document import document_of
 from dyngran.compiler.target import DTYPES, Target, call_target, described, load_callable
+from dyngran.compiler.torch_emulation import emulate_cuda, let_fake_modules_move
 from dyngran.passes.devices import DeviceSpec, find_device
 from dyngran.passes.errors import DyngranError, TargetError
 from dyngran.runtime.memory import imagined_device
@@ -75,10 +76,10 @@ class Tracer:
         self._spec = spec
         self.place = place
         if place.is_emulated:
-            from dyngran.compiler.torch_emulation import emulate_cuda
-
             assert place.spec is not None
             emulate_cuda(place.spec.capability if place.spec.capability != (0, 0) else ROCM_LIKE)
+        else:
+            let_fake_modules_move()
         self._make = load_callable(spec)
 
     def plan(self, settings: Settings, *, codegen: str) -> PlanDocument:
@@ -150,7 +151,8 @@ class Tracer:
 
     def _prepared(self, settings: Settings) -> tuple[Target, Callable[..., Any], object]:
         """The target on its device with the overrides, its step, and its optimizer."""
-        target, taken = call_target(self._make, self._spec, batch=settings.batch, dtype=settings.dtype)
+        with self.place.traced_on:  # what a target makes without naming a device
+            target, taken = call_target(self._make, self._spec, batch=settings.batch, dtype=settings.dtype)
         if settings.batch is not None and "batch" not in taken:
             target = _with_batch(target, settings.batch)
         if settings.dtype is not None and "dtype" not in taken:
@@ -172,7 +174,7 @@ class Tracer:
             )
         if device.type == CPU:
             return target
-        if target.module is not None:
+        if target.module is not None and any(parameter.device.type == CPU for parameter in target.module.parameters()):
             target.module.to(device)
         return target.mapped(lambda tensor: tensor.to(device))
 

@@ -169,7 +169,9 @@ def _read(options: Mapping[str, object], *, sources: Mapping[str, str]) -> Optio
         storage=_storage(options.get("storage", ())),
         plan=_plan(options.get("plan")),
         plan_mismatch=PlanMismatchPolicy(
-            _choice("plan_mismatch", options.get("plan_mismatch", PlanMismatchPolicy.REFUSE), [policy.value for policy in PlanMismatchPolicy])
+            _choice(
+                "plan_mismatch", options.get("plan_mismatch", PlanMismatchPolicy.REFUSE), [policy.value for policy in PlanMismatchPolicy]
+            )
         ),
         guard=_guard(options.get("guard", True)),
         device_profile=_device_profile(options.get("device_profile")),

@@ -164,7 +164,10 @@ class DocumentForm(Struct, kw_only=True, forbid_unknown_fields=True):
 def schema_text() -> str:
     """The JSON Schema (draft 2020-12) of plan files, as `plan.schema.json` ships it."""
     schema = msgspec.json.schema(DocumentForm)
-    return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "dyngran plan", **schema}, indent=1, sort_keys=True) + "\n"
+    return (
+        json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "dyngran plan", **schema}, indent=1, sort_keys=True)
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -403,7 +403,9 @@ def _problem_of(form: ProblemForm, where: str) -> Problem:
             Problem,
             form,
             values=tuple(_taken(Value, one, index=i, producer=producer.get(i)) for i, one in enumerate(form.values)),
-            ops=tuple(_taken(Op, form.ops[i], index=i, reads=tuple(form.ops[i].reads), writes=tuple(form.ops[i].writes)) for i in range(num_ops)),
+            ops=tuple(
+                _taken(Op, form.ops[i], index=i, reads=tuple(form.ops[i].reads), writes=tuple(form.ops[i].writes)) for i in range(num_ops)
+            ),
             forward_outputs=frozenset(form.forward_outputs),
             gradients=frozenset(form.gradients),
             stock={name: frozenset(saved) for name, saved in form.stock.items()},

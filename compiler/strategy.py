@@ -528,7 +528,9 @@ class Strategy:
         within = self._peak_within(wanted) - max(0, self.correction_bytes)
         outcome = self.planner.add(repair(self.simulator, applied.saved, within).saved, "file")
         known = [self.simulator.evaluate(saved) for saved in self.accounted]
-        outcome = min([outcome, *known], key=lambda one: (self._need(one) > wanted, one.time_us if self._need(one) <= wanted else self._need(one)))
+        outcome = min(
+            [outcome, *known], key=lambda one: (self._need(one) > wanted, one.time_us if self._need(one) <= wanted else self._need(one))
+        )
         if limit is not None and self._need(outcome) > limit:
             raise self._file_needs_more(outcome, limit)
         return self._plan_of(outcome, f"file, {stored.solver}, repaired")

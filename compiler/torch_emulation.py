@@ -61,7 +61,7 @@ def emulate_cuda(capability: tuple[int, int]) -> None:
     for module in (__name__, torch_autocast.__name__, torch_attention.__name__):
         trace_rules.add(module)  # frames of this code run below Dynamo wherever it left a model to eager torch
     _redirect_devices(register)
-    _move_fake_modules()
+    let_fake_modules_move()
     _keep_fused(register)
     _show_card_to_dynamo()
     _show_card_to_decompositions()
@@ -198,8 +198,8 @@ def _keep_fused(register: Register) -> None:
         register(name, never, "CPU")
 
 
-def _move_fake_modules() -> None:
-    """Module.to exchanges FakeTensors, which torch refuses for any that is traced: here the parameter takes the new one's data."""
+def let_fake_modules_move() -> None:
+    """Module.to exchanges FakeTensors, which torch refuses for any that is traced: in this process the parameter takes the new one's data."""
     utils: Any = torch.utils
     before = utils.swap_tensors
 

@@ -60,15 +60,17 @@ def correspondence(stored: Problem, here: Problem, *, matter_there: Collection[i
             found.update(_aligned(mine, yours))
             differing[_difference(mine.problem, yours.problem)].append(yours.name)
         else:
-            made = {mine.values[left]: yours.values[right] for left, right in enumerate(mapping.values) if mine.problem.values[left].producer is not None}
+            made = {
+                mine.values[left]: yours.values[right]
+                for left, right in enumerate(mapping.values)
+                if mine.problem.values[left].producer is not None
+            }
             found.update(made)
     sentences = [f"{_some(names)}: {difference}" for difference, names in differing.items()]
     if len(sentences) > MAX_SENTENCES:
         sentences[MAX_SENTENCES - 1 :] = [f"and {len(sentences) - MAX_SENTENCES + 1} more kinds of difference"]
     share_there = _share(stored, matter_there, found.keys())
-    return Correspondence(
-        values=found, mismatches=tuple(sentences), share=min(share_there, _share(here, matter_here, set(found.values())))
-    )
+    return Correspondence(values=found, mismatches=tuple(sentences), share=min(share_there, _share(here, matter_here, set(found.values()))))
 
 
 def _share(problem: Problem, matter: Collection[int], paired: Collection[int]) -> float:
@@ -123,9 +125,7 @@ def _aligned(mine: _Region, yours: _Region) -> dict[int, int]:
     """Values that ops of one kind make in one order, with the same size."""
     left, right = _makings(mine), _makings(yours)
     matcher = SequenceMatcher(a=[key for key, _ in left], b=[key for key, _ in right], autojunk=False)
-    return {
-        left[block.a + step][1]: right[block.b + step][1] for block in matcher.get_matching_blocks() for step in range(block.size)
-    }
+    return {left[block.a + step][1]: right[block.b + step][1] for block in matcher.get_matching_blocks() for step in range(block.size)}
 
 
 def _makings(region: _Region) -> list[tuple[tuple[str, int, int], int]]:

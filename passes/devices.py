@@ -120,7 +120,13 @@ _A100 = {"fp16": 312.0, "bf16": 312.0, "tf32": 156.0, "fp32": 19.5, "fp64": 19.5
 
 def _a100(name: str, tb_per_s: float, mib: int) -> DeviceSpec:
     return DeviceSpec(
-        name=name, matmul_tflops=_A100, bandwidth_bytes_per_s=tb_per_s * 1e12, launch_us=2.0, memory_bytes=mib * MIB, matmul_share=0.75, capability=(8, 0)
+        name=name,
+        matmul_tflops=_A100,
+        bandwidth_bytes_per_s=tb_per_s * 1e12,
+        launch_us=2.0,
+        memory_bytes=mib * MIB,
+        matmul_share=0.75,
+        capability=(8, 0),
     )
 
 

@@ -323,7 +323,19 @@ WRONG: dict[Place, list[Any]] = {
     (*ASKED, "values", 1, "kind"): ["weights"],
     (*ASKED, "values", 1, "size_bytes"): [-1, 33],
 }
-OPTIONAL = ("breaks", "extra", "frontier", "settings", "bound", "bound_us", "budget_bytes", "schedule", "truncated", "static_bytes", "stock")
+OPTIONAL = (
+    "breaks",
+    "extra",
+    "frontier",
+    "settings",
+    "bound",
+    "bound_us",
+    "budget_bytes",
+    "schedule",
+    "truncated",
+    "static_bytes",
+    "stock",
+)
 
 
 def at(document: Any, place: Place) -> Any:

@@ -34,13 +34,25 @@ takes arguments named batch or dtype, --batch and --dtype are given to it."""
 def add_target(command: argparse.ArgumentParser) -> None:
     """TARGET and everything that decides how it is traced and planned, but the budget."""
     command.add_argument("target", metavar="TARGET", help=TARGET_HELP)
-    command.add_argument("--device", metavar="NAME", help=f"plan for this device: {', '.join(DEVICES)} (default: the card that is here, else cpu)")
-    command.add_argument("--profile", action="store_true", help="measure operators on the device that is here, instead of a table of devices")
-    command.add_argument("--codegen", choices=[codegen.value for codegen in Codegen], default=Codegen.INDUCTOR.value, help="(default: inductor)")
+    command.add_argument(
+        "--device", metavar="NAME", help=f"plan for this device: {', '.join(DEVICES)} (default: the card that is here, else cpu)"
+    )
+    command.add_argument(
+        "--profile", action="store_true", help="measure operators on the device that is here, instead of a table of devices"
+    )
+    command.add_argument(
+        "--codegen",
+        choices=[codegen.value for codegen in Codegen],
+        default=Codegen.INDUCTOR.value,
+        help="who will generate code (default: inductor)",
+    )
     command.add_argument("--dtype", choices=["bf16", "fp16", "fp32", "fp64"], help="of parameters and inputs, instead of the target's own")
     command.add_argument("--dynamic", action="store_true", help="trace with symbolic sizes, as torch.compile(dynamic=True)")
     command.add_argument(
-        "--outputs", choices=[outputs.value for outputs in Outputs], default=Outputs.HELD.value, help="what the loop does with them (default: held)"
+        "--outputs",
+        choices=[outputs.value for outputs in Outputs],
+        default=Outputs.HELD.value,
+        help="whether the loop holds what the model returns (default: held)",
     )
     command.add_argument("--solver", choices=SOLVERS, default="auto", metavar="NAME", help=f"one of {', '.join(SOLVERS)} (default: auto)")
     command.add_argument("--keep-below", metavar="SIZE", help="always keep values up to this size, such as 64KiB")
@@ -88,7 +100,9 @@ def _profile(device: str | None, *, measures: bool) -> str | None:
             raise InvalidOption(f"--profile measures on the device that is here, and {named} is not. Leave out --profile, or --device.")
         return None
     if here is None:
-        raise InvalidOption(f"the card here ({torch.cuda.get_device_name()}) is in no table: add --profile to measure on it, or name a --device.")
+        raise InvalidOption(
+            f"the card here ({torch.cuda.get_device_name()}) is in no table: add --profile to measure on it, or name a --device."
+        )
     return here.name
 
 

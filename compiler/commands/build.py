@@ -17,10 +17,10 @@ def add(commands: Any) -> None:
         summary="plan a training step without running it, and write a plan file",
         description="Plan a training step without running it, and write a plan file.",
     )
-    asking.add_target(build)
     build.add_argument("--budget", metavar="SIZE", help="peak of a step, such as 20GiB or 80%% (of the device); default: no limit")
-    asking.add_batch(build)
     build.add_argument("-o", "--output", metavar="FILE", default="plan.json", help="the plan file (default: plan.json)")
+    asking.add_target(build)
+    asking.add_batch(build)
     build.set_defaults(run=run)
 
 

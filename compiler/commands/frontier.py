@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
         commands,
         "frontier",
         summary="peak against step time over all budgets, as table, JSON or plot",
-        description="List the plans worth having for a step, least peak first: what each budget costs in time.",
+        description="List the plans worth having, least peak first: what a budget costs in time.",
     )
     asking.add_target(frontier)
     asking.add_batch(frontier)
@@ -77,5 +77,7 @@ def _table(title: str, graph: GraphPlan, *, shows_all: bool) -> Any:
         table.add_column(heading, justify="right", no_wrap=True)
     for peak_bytes, time_us in points:
         slower = f"{(time_us / free.time_us - 1):+.1%}" if free.time_us else "-"
-        table.add_row(format_bytes(peak_bytes), f"{peak_bytes / free.peak_bytes:.0%}" if free.peak_bytes else "-", format_us(time_us), slower)
+        table.add_row(
+            format_bytes(peak_bytes), f"{peak_bytes / free.peak_bytes:.0%}" if free.peak_bytes else "-", format_us(time_us), slower
+        )
     return table
