@@ -15,7 +15,9 @@ import os
 import statistics
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,20 +65,29 @@ def train(args: argparse.Namespace) -> None:
     for model in args.models:
         portable = args.plans / f"{model}.json"
         budget_bytes = load_plan(portable).plan.budget_bytes
-        files = {"portable": portable, "training": None}
-        for name, hides_card in (("card hidden", True), ("card there", False)):
-            files[name] = args.plans / f"{model}-{name.replace(' ', '-')}.json"
-            plan(model, args.device, files[name], budget=f"{budget_bytes}B", hides_card=hides_card)
-        for name, path in files.items():
-            command = [sys.executable, str(Path(__file__).resolve()), "one", model, str(budget_bytes), *([str(path)] if path else [])]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            lines = done.stdout.strip().splitlines()
-            found = json.loads(lines[-1]) if done.returncode == 0 else {"error": done.stderr.strip().splitlines()[-1:]}
-            row = {"model": model, "plan": name, "commit": os.environ.get("DYNGRAN_COMMIT", ""), **found}
-            print(json.dumps(row), flush=True)
-            if args.out is not None:
-                with open(args.out, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
+        files: dict[str, Path | None] = {"portable": portable, "training": None}
+        for name, hides_card in (("card-hidden", True), ("card-there", False)):
+            files[name] = path = args.plans / f"{model}-{name}.json"
+            plan(model, args.device, path, budget=f"{budget_bytes}B", hides_card=hides_card)
+        with ThreadPoolExecutor(len(files) if args.side_by_side else 1) as pool:
+            found = pool.map(partial(_trained, model, budget_bytes), files.values())
+            for name, row in zip(files, found, strict=True):
+                head = {"model": model, "plan": name, "commit": os.environ.get("DYNGRAN_COMMIT", ""), "side_by_side": args.side_by_side}
+                line = json.dumps(head | row)
+                print(line, flush=True)
+                if args.out is not None:
+                    with open(args.out, "a", encoding="utf-8") as file:
+                        file.write(line + "\n")
+
+
+def _trained(model: str, budget_bytes: int | None, path: Path | None) -> Row:
+    """The row of one process."""
+    command = [sys.executable, str(Path(__file__).resolve()), "one", model, str(budget_bytes), *([str(path)] if path else [])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"error": done.stderr.strip().splitlines()[-1:]}
+    row: Row = json.loads(done.stdout.strip().splitlines()[-1])
+    return row
 
 
 def one(args: argparse.Namespace) -> None:
@@ -87,7 +98,7 @@ def one(args: argparse.Namespace) -> None:
     model = target.module.to(device)
     target = target.mapped(lambda tensor: tensor.to(device))
     optimizer = target.optimizer(model.parameters())
-    options: dict[str, Any] = {"budget": args.budget_bytes} | ({} if args.plan is None else {"plan": args.plan})
+    options: dict[str, Any] = {"budget": args.budget_bytes} if args.plan is None else {"plan": args.plan}
     compiled = torch.compile(model, backend="dyngran", options=options)
     dyngran.attach(model, optimizer)
 
@@ -145,6 +156,7 @@ def main() -> None:
         command.add_argument("--device", required=True)
         command.add_argument("--plans", type=Path, required=True)
         command.add_argument("--out", type=Path)
+        command.add_argument("--side-by-side", action="store_true", help="all plans of a model at once: step times then say nothing")
         command.set_defaults(run=run)
     single = commands.add_parser("one")
     single.add_argument("model")

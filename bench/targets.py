@@ -21,7 +21,7 @@ def gpt(batch: int | None = None, size: str = "cpu") -> dict[str, Any]:
     num_layers, width, num_heads, context, usual = SIZES[size][0]
     model = GPT(num_layers=num_layers, width=width, num_heads=num_heads, context=context)
     tokens = torch.zeros(batch or usual, context, dtype=torch.long)
-    assert NUM_BYTES == model.bytes.num_embeddings
+    assert model.bytes.num_embeddings == NUM_BYTES
     return {"model": model, "inputs": (tokens, torch.zeros_like(tokens)), "optimizer": adamw}
 
 
@@ -30,7 +30,7 @@ def resnet(batch: int | None = None, size: str = "cpu") -> dict[str, Any]:
     widths, num_blocks, usual = SIZES[size][1]
     model: nn.Module = ResNet(widths=widths, num_blocks=num_blocks).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     labels = torch.zeros(batch or usual, dtype=torch.long)
-    assert NUM_DIGITS == model.head.out_features
+    assert model.head.out_features == NUM_DIGITS
     return {"model": model, "inputs": (torch.zeros(len(labels), 1, 8, 8), labels), "optimizer": adamw}
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-
 from dyngran.compiler.planfile import PlanDocument, Settings, parse_plan
 from dyngran.compiler.trace_server import written_settings
 from dyngran.passes import errors

@@ -146,7 +146,7 @@ class Tracer:
         if place.planned_on.type == CPU:
             return contextlib.nullcontext()
         if place.spec is not None:
-            return imagined_device(place.spec.memory_bytes, library_bytes=place.spec.matmul_workspace_bytes)
+            return imagined_device(place.spec.memory_bytes, library_bytes=place.spec.library_bytes)
         return contextlib.nullcontext()
 
     def _prepared(self, settings: Settings) -> tuple[Target, Callable[..., Any], object]:

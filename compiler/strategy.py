@@ -83,10 +83,11 @@ class Strategy:
         is_resolving: a plan file was asked for, turned out to be for another graph, and plans are searched for instead.
         num_misses: plans in a row whose generated code passed the limit although the guess did not.
         is_plain: True once the code generator failed on a plan: then only plans that a person might write are proposed.
-        is_offline: no code will be generated. is_code_read: False once generated code could not be accounted for: plans then stand and fall by their simulation.
+        is_offline: no code will be generated. is_code_read: False then, and once generated code could not be accounted for: plans stand and
+            fall by their simulation.
     """
 
-    def __init__(self, captured: Captured, options: Options, mark: str, bare: Problem, *, is_offline: bool = False) -> None:
+    def __init__(self, captured: Captured, options: Options, mark: str, *, bare: Problem | None = None, is_offline: bool = False) -> None:
         self.captured = captured
         self.options = options
         self.fingerprint = mark
@@ -95,7 +96,7 @@ class Strategy:
         self.applied: AppliedPlan | None = None
         self._extra_bytes = 0
         self.planner = Planner(_with_stock(captured), progress=log.info, accepts=self._runnable)
-        self.graph_problem = replace(bare, stock=self.problem.stock)
+        self.graph_problem = replace(bare or captured.problem, stock=self.problem.stock)
         self._rules: OrderRules | None = None
         self.margin_bytes = 0
         self.correction_bytes = 0
@@ -164,7 +165,7 @@ class Strategy:
         if earlier is not None and earlier.fingerprint == mark and earlier.carried_bytes == carried.planned_bytes:
             earlier.captured = captured
             return earlier
-        return cls(captured, options, mark, bare, is_offline=is_offline)
+        return cls(captured, options, mark, bare=bare, is_offline=is_offline)
 
     def measure_workspace(self, target: object, args: tuple[object, ...]) -> int | None:
         """Workspace in bytes of a library call of generated code; None if it cannot be run here, as when planning for another device."""

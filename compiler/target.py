@@ -21,8 +21,8 @@ from dyngran.compiler.torch_private import mapped_tensors
 from dyngran.passes.errors import TargetError
 
 FORMS = "Name the target as file.py:callable or module:callable, for example train.py:make"
-KEYS = ("autocast", "inputs", "loss", "model", "optimizer", "targets")
-RETURNS = f"It must return (model, inputs), or a dict with the keys model and inputs, and, if they matter, {', '.join(sorted({*KEYS} - {'model', 'inputs'}))}"
+KEYS = ("model", "inputs", "loss", "targets", "optimizer", "autocast")
+RETURNS = "It must return (model, inputs), or a dict of them with, if they matter, " + ", ".join(KEYS[2:])
 DTYPES = {
     "bf16": torch.bfloat16,
     "bfloat16": torch.bfloat16,
@@ -42,7 +42,7 @@ class Target:
     Attributes:
         model: what is compiled, a module or a function of the inputs. inputs, keywords: what it is called with.
         loss: of the model's output and ``targets``, compiled with it; None if the loss is computed outside, or by the model.
-        optimizer: whose state counts; or a function of the parameters that makes one. autocast: dtype of CUDA or CPU autocast around the call.
+        optimizer: whose state counts; or a function of the parameters that makes one. autocast: its dtype, if the call is under one.
     """
 
     model: Callable[..., Any]
@@ -118,7 +118,7 @@ def _from_module(name: str, spec: str) -> ModuleType:
 def _importing(spec: str, run: Callable[[], object]) -> None:
     try:
         run()
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever the user's module raises is told by name
+    except (Exception, SystemExit) as error:  # whatever the user's module raises is told by name
         raise TargetError(f"target {spec!r} cannot be imported: {described(error)}.") from error
 
 
@@ -148,7 +148,7 @@ def call_target(make: Callable[..., Any], spec: str, *, batch: int | None, dtype
     given = {name: value for name, value in overrides.items() if value is not None and name in takes}
     try:
         made = make(**given)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever the user's function raises is told by name
+    except (Exception, SystemExit) as error:  # whatever the user's function raises is told by name
         hint = _hint_of(error)
         raise TargetError(f"target {spec!r} failed: {described(error)}.{hint}") from error
     return _checked(made, spec), frozenset(given)

@@ -199,7 +199,7 @@ def _keep_fused(register: Register) -> None:
 
 
 def let_fake_modules_move() -> None:
-    """Module.to exchanges FakeTensors, which torch refuses for any that is traced: in this process the parameter takes the new one's data."""
+    """Module.to exchanges FakeTensors, which torch refuses for any that is traced: here the parameter takes the new one's data, for good."""
     utils: Any = torch.utils
     before = utils.swap_tensors
 

@@ -53,11 +53,14 @@ class DeviceSpec:
             raise ValueError(f"{self.name}: fp32 throughput and bandwidth must be > 0")
 
     @property
-    def matmul_workspace_bytes(self) -> int:
-        """What torch lets cuBLAS keep for each thread that multiplies: 32 MiB on Hopper, 8.125 MiB on other cards."""
+    def library_bytes(self) -> int:
+        """What libraries keep from the first step on: cuBLAS a workspace for each of the two threads that run forward and backward.
+
+        32 MiB each on Hopper, 8.125 MiB on other cards (torch's defaults of CUBLAS_WORKSPACE_CONFIG); an H200 then had 4 MiB more.
+        """
         if self.name == "cpu":
             return 0
-        return 32 * MIB if self.capability[0] == 9 else 8320 * 1024
+        return 2 * (32 * MIB if self.capability[0] == 9 else 8320 * 1024)
 
     @property
     def bytes_per_us(self) -> float:

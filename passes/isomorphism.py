@@ -53,13 +53,19 @@ def isomorphism(first: Problem, second: Problem) -> Isomorphism | None:
 
 def _pair_all(first: Problem, second: Problem, one: Colors, two: Colors) -> tuple[int, ...] | None:
     alike: dict[str, list[int]] = defaultdict(list)
+    readers: dict[tuple[str, int, int], list[int]] = defaultdict(list)  # of those that are alike, at which place they read a value
     for op in second.ops:
         alike[two.ops[op.index]].append(op.index)
+        for position, read in enumerate(op.reads):
+            readers[two.ops[op.index], position, read].append(op.index)
     pairs = _Pairs()
     for op in reversed(first.ops):
         if op.index in pairs.ops:
             continue
-        candidates = [other for other in reversed(alike[one.ops[op.index]]) if other not in pairs.taken_ops]
+        color = one.ops[op.index]
+        known = [(position, pairs.values[read]) for position, read in enumerate(op.reads) if read in pairs.values]
+        fewest = min((readers[color, position, yours] for position, yours in known), key=len, default=alike[color])
+        candidates = [other for other in reversed(fewest) if other not in pairs.taken_ops]
         if not any(_pair(first, second, one, two, pairs, op.index, other) for other in candidates):
             return None
     unread: dict[str, list[int]] = defaultdict(list)  # inputs that nobody reads

@@ -193,7 +193,8 @@ GOLDEN = """{
     "keep_below_bytes": 0,
     "launch_us": 1.0,
     "ops": [
-     {"cost_us": 4.0, "name": "mm_0", "num_elements": 32, "reads": [0], "region": "layer", "side": "forward", "target": "mm", "writes": [1]},
+     {"cost_us": 4.0, "name": "mm_0", "num_elements": 32, "reads": [0], "region": "layer", "side": "forward", "target": "mm", \
+"writes": [1]},
      {"cost_us": 1.5, "fusible": true, "name": "relu_1", "num_elements": 64, "reads": [1], "side": "forward", "target": "relu", \
 "writes": [2]},
      {"cost_us": 1.0, "name": "sum_2", "num_elements": 8, "reads": [2], "side": "forward", "target": "sum", "writes": [3]},

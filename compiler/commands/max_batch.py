@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dyngran.compiler.commands import asking
-from dyngran.compiler.plan_terminal import output_console
 from dyngran.compiler.largest_batch import BatchPoint, BatchSearch
+from dyngran.compiler.plan_terminal import output_console
 from dyngran.compiler.planfile import PlanDocument, Settings
 from dyngran.passes.errors import BudgetTooSmall, TargetError, format_bytes, format_us
 
