@@ -1,4 +1,4 @@
-# make demo | make test | make test-all | make lint: each installs what it needs into .venv first, and again only when the requirements change.
+# make demo | make test | make test-all | make lint | make check-plans | make update-plans: each installs what it needs into .venv first, and again only when the requirements change.
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +10,7 @@ FLOORS := compiler runtime passes kernels
 # The repository's root must not be importable: it would make `kernels` a top-level module (docs/decisions.md).
 export PYTHONSAFEPATH := 1
 
-.PHONY: install demo test test-all lint typing clean
+.PHONY: install demo test test-all lint check-plans update-plans typing clean
 
 install: $(STAMP)
 
@@ -33,6 +33,15 @@ lint: install typing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	MYPYPATH=$(VENV)/typing $(BIN)/mypy -p dyngran
+
+# The committed plans of the demo's models: traced again, and compared. update-plans makes them anew.
+check-plans: install
+	$(BIN)/dyngran-plan check bench/plans/gpt.json bench/targets.py:gpt
+	$(BIN)/dyngran-plan check bench/plans/resnet.json bench/targets.py:resnet
+
+update-plans: install
+	$(BIN)/dyngran-plan build bench/targets.py:gpt --device h100 --budget 100MiB -o bench/plans/gpt.json
+	$(BIN)/dyngran-plan build bench/targets.py:resnet --device cpu --codegen eager --budget 21MiB -o bench/plans/resnet.json
 
 # mypy does not follow setuptools' editable finder, so it gets the packages as the tree that they are imported as.
 typing:

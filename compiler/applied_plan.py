@@ -13,14 +13,15 @@ import torch
 
 from dyngran.compiler.options import Outputs
 from dyngran.compiler.planfile import GraphPlan, Origin, PlanDocument
+from dyngran.compiler.unplanned import unplanned_saved
 from dyngran.passes.correspondence import Correspondence, correspondence
-from dyngran.passes.errors import PlanMismatch
-from dyngran.passes.isomorphism import isomorphism
-from dyngran.passes.plan import Schedule
+from dyngran.passes.errors import PlanMismatch, format_bytes
+from dyngran.passes.isomorphism import Isomorphism, isomorphism
+from dyngran.passes.plan import Plan, Schedule
 from dyngran.passes.problem import Problem
 from dyngran.passes.simulate import Simulator
 
-LEAST_SHARE = 0.95  # of the bytes that a plan decides about: below it a portable plan is refused
+LEAST_SHARE = 0.95  # of the bytes that are saved, by the plan or without one: below it a portable plan is refused
 REMEDY = (
     "Make the plan again with `dyngran-plan build`, or use options={'plan_mismatch': 'resolve'} to plan afresh where the file does not fit."
 )
@@ -32,7 +33,7 @@ class AppliedPlan:
 
     Attributes:
         stored: the plan as the file has it. saved, schedule: here.
-        share: of the bytes that the plan decides about, those found here. is_unchanged: the graphs are equal, so that the plan is taken
+        share: of the bytes that a step saves, by the plan or by torch's own partition, those found here. is_unchanged: the graphs are equal, so that the plan is taken
             as it is. notes: sentences for `explain`.
     """
 
@@ -50,7 +51,6 @@ def apply_document(
     *,
     problem: Problem,
     mark: str,
-    simulator: Simulator,
     default: frozenset[int],
     outputs: Outputs,
 ) -> AppliedPlan:
@@ -60,41 +60,51 @@ def apply_document(
     differs.
     """
     for stored in document.graphs:
-        applied = _unchanged(stored, problem) if stored.fingerprint == mark else None
-        if applied is not None:
-            notes = (_checked_again(document),) if document.torch_version != str(torch.__version__) else ()
-            return AppliedPlan(stored=stored, saved=applied[0], schedule=applied[1], share=1.0, is_unchanged=True, notes=notes)
-    stored, found = max(((graph, _correspond(graph, problem, simulator)) for graph in document.graphs), key=lambda pair: pair[1].share)
+        same = isomorphism(stored.problem, problem) if stored.fingerprint == mark else None
+        if same is not None:
+            saved_here, schedule = _mapped(stored.plan, same)
+            checked = (_checked_again(document),) if document.torch_version != str(torch.__version__) else ()
+            moved = () if same.is_identity or schedule is not None else _other_peak(stored, problem, saved_here)
+            return AppliedPlan(stored=stored, saved=saved_here, schedule=schedule, share=1.0, is_unchanged=True, notes=(*checked, *moved))
+    stored, found = max(((graph, _correspond(graph, problem, default)) for graph in document.graphs), key=lambda pair: pair[1].share)
     if document.origin is not Origin.PORTABLE or stored.plan.schedule is not None or found.share < LEAST_SHARE:
         raise PlanMismatch(_refusal(document, source, stored, found, mark, outputs))
     matched = set(found.values.values())
     saved = {found.values[value] for value in stored.plan.saved if value in found.values}
     saved |= {value for value in default if value not in matched}
     notes = (
-        f"the plan file {fspath(source)!r} was made without the device: {found.share:.1%} of the bytes it decides about were found here, "
+        f"the plan file {fspath(source)!r} was made without the device: {found.share:.1%} of the bytes that a step saves were found here, "
         "and the simulator decided about the rest",
         *(f"differs from the plan file: {sentence}" for sentence in found.mismatches),
     )
     return AppliedPlan(stored=stored, saved=frozenset(saved), schedule=None, share=found.share, is_unchanged=False, notes=notes)
 
 
-def _unchanged(stored: GraphPlan, problem: Problem) -> tuple[frozenset[int], Schedule | None] | None:
-    """The stored plan in the numbers of an equal graph; None if the graphs are not equal although their fingerprints are."""
-    found = isomorphism(stored.problem, problem)
-    if found is None:
-        return None
-    saved = frozenset(found.values[value] for value in stored.plan.saved)
-    schedule = stored.plan.schedule
-    if schedule is None:
+def _mapped(plan: Plan, found: Isomorphism) -> tuple[frozenset[int], Schedule | None]:
+    """What a plan saves, and its schedule, in the numbers of an equal graph."""
+    saved = frozenset(found.values[value] for value in plan.saved)
+    if plan.schedule is None:
         return saved, None
-    forward, backward = (tuple(found.ops[op] for op in part) for part in (schedule.forward, schedule.backward))
-    return saved, Schedule(forward, backward, frozenset(found.values[value] for value in schedule.saved))
+    forward, backward = (tuple(found.ops[op] for op in part) for part in (plan.schedule.forward, plan.schedule.backward))
+    return saved, Schedule(forward, backward, frozenset(found.values[value] for value in plan.schedule.saved))
 
 
-def _correspond(stored: GraphPlan, problem: Problem, simulator: Simulator) -> Correspondence:
-    decided = [decision.value for decision in stored.plan.decisions]
-    candidates = [value for value in simulator.candidates if value < len(problem.values)]
-    return correspondence(stored.problem, problem, matter_there=decided, matter_here=candidates)
+def _other_peak(stored: GraphPlan, problem: Problem, saved: frozenset[int]) -> tuple[str, ...]:
+    """Why a plan of an equal graph peaks elsewhere, if it does: independent ops run in another order here."""
+    there, here = (
+        Simulator(graph).evaluate(values).peak_bytes - graph.total_static_bytes
+        for graph, values in ((stored.problem, stored.plan.saved), (problem, saved))
+    )
+    if there == here:
+        return ()
+    said = f"the ops stand in another order here than where the plan was made: beside what is held, it peaks at {format_bytes(here)}"
+    return (f"{said} and not at {format_bytes(there)}",)
+
+
+def _correspond(stored: GraphPlan, problem: Problem, default: frozenset[int]) -> Correspondence:
+    """By what the plan saves and what torch's own partition would: other values that are made again need no memory, or little."""
+    there = stored.plan.saved | unplanned_saved(stored.problem, Simulator(stored.problem))
+    return correspondence(stored.problem, problem, matter_there=there, matter_here=default)
 
 
 def _checked_again(document: PlanDocument) -> str:
@@ -107,8 +117,10 @@ def _refusal(
     head = f"plan file {fspath(source)!r} was made for another graph (fingerprint {stored.fingerprint[:12]}, this one is {mark[:12]})"
     if document.torch_version != str(torch.__version__):
         head += f", with torch {document.torch_version} (here: {torch.__version__})"
-    if document.origin is Origin.PORTABLE:
-        head += f"; {found.share:.1%} of the bytes that it decides about are in this one, and at least {LEAST_SHARE:.0%} are needed"
+    if document.origin is Origin.PORTABLE and found.share >= LEAST_SHARE:
+        head += ", and it prescribes the order of ops, which only an equal graph can follow"
+    elif document.origin is Origin.PORTABLE:
+        head += f"; {found.share:.1%} of the bytes that a step saves are in both, and at least {LEAST_SHARE:.0%} are needed"
     what = "; ".join(found.mismatches) or "how the ops are connected"
     if document.settings.outputs is not outputs:
         what += f"; it was made with outputs={document.settings.outputs.value!r}, and the option here is {outputs.value!r}"

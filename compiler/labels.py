@@ -15,6 +15,7 @@ def module_path(node: fx.Node) -> str:
     if not stack:
         return ""
     path = str(list(stack.values())[-1][0])
+    path = re.sub(r"^L\['args'\]\[0\]\.?", "", path)  # a method under a decorator, as in transformers: its module
     path = re.sub(r"L\['(\w+)'\]\.?", "", path)
     return re.sub(r"(?:_modules)?\[['\"]?(\w+)['\"]?\]", r".\1", path).replace("._modules", "").strip(".")
 

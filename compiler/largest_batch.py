@@ -9,7 +9,7 @@ from dyngran.compiler.planfile import PlanDocument
 from dyngran.compiler.unplanned import Unplanned, unplanned_step
 
 MAX_BATCH = 2**24
-FIRST_BATCHES = (1, 2)
+FIRST_BATCHES = (2, 4)  # not 1: sizes of 1 are traced as constants, and batch norm refuses them
 MAX_GROWTH = 64  # times: from one trace to the next, where no batch is known to be too large
 
 
@@ -51,12 +51,7 @@ class BatchSearch:
 
         By turns where a straight line meets the budget, and half way where that has not halved what is left.
         """
-        good, bad, is_middle_next = 0, MAX_BATCH + 1, False
-        for batch in FIRST_BATCHES:
-            if peak_bytes(self.look(batch)) > budget_bytes:
-                bad = batch
-                break
-            good = batch
+        good, bad, is_middle_next = *self._known(peak_bytes, budget_bytes), False
         while bad - good > 1:
             width = bad - good
             batch = (good + bad) // 2 if is_middle_next else self._guess(good, bad, peak_bytes, budget_bytes)
@@ -64,11 +59,21 @@ class BatchSearch:
                 good = batch
             else:
                 bad = batch
-            is_middle_next = bad <= MAX_BATCH and 2 * (bad - good) > width
+            is_middle_next = good > 0 and bad <= MAX_BATCH and 2 * (bad - good) > width
         return good
+
+    def _known(self, peak_bytes: Callable[[BatchPoint], int], budget_bytes: int) -> tuple[int, int]:
+        """The largest batch that is known to fit and the smallest that is not, 0 and more than any where there is none."""
+        for batch in FIRST_BATCHES:
+            if peak_bytes(self.look(batch)) > budget_bytes:
+                break
+        bad = min((one.batch for one in self.points if peak_bytes(one) > budget_bytes), default=MAX_BATCH + 1)
+        return max((one.batch for one in self.points if one.batch < bad), default=0), bad
 
     def _guess(self, good: int, bad: int, peak_bytes: Callable[[BatchPoint], int], budget_bytes: int) -> int:
         """Between the two, where the line through them meets the budget; without a ``bad`` one, that through the largest good ones."""
+        if good == 0:
+            return bad // 2
         if bad <= MAX_BATCH:
             low, high = self._points[good], self._points[bad]
         else:

@@ -7,25 +7,30 @@ on the CPU (`torch_emulation`), and the tensors are taken to be on the card whil
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import TracingContext
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from dyngran.compiler import torch_private
 from dyngran.compiler.offline_graph import OfflineGraph
 from dyngran.compiler.options import Options, parse_options
 from dyngran.compiler.planfile import GraphBreak, Origin, PlanDocument, Settings
 from dyngran.compiler.planned_document import document_of
-from dyngran.compiler.target import DTYPES, Target, call_target, described, load_callable
+from dyngran.compiler.target import DTYPES, Target, call_target, described, hint_of, load_callable, user_place, without_data
 from dyngran.compiler.torch_emulation import emulate_cuda, let_fake_modules_move
 from dyngran.passes.devices import DeviceSpec, find_device
-from dyngran.passes.errors import DyngranError, TargetError
+from dyngran.passes.errors import TargetError
 from dyngran.runtime.memory import imagined_device
 
 CPU = "cpu"
+DENIED = "a test on a tensor's numbers, which are not there, is taken as false"
 ROCM_LIKE = (8, 0)  # attention kernels are chosen as on an A100 where a device has no compute capability
 
 
@@ -85,18 +90,30 @@ class Tracer:
     def plan(self, settings: Settings, *, codegen: str) -> PlanDocument:
         """The plan of the step under ``settings``. Raises TargetError, and what planning refuses with."""
         options = self._options(settings, codegen)
-        graphs = self._trace(settings, options)
+        denied: list[str] = []
+        graphs = self._trace(settings, options, denied)
         planned = [graph for graph in graphs if graph.plan is not None]
         if not planned:
-            raise TargetError(
-                f"target {self._spec!r}: nothing needs a gradient, so there is nothing to plan. Return a model in training mode whose "
-                "parameters require gradients, and a step that returns something computed from them."
-            )
+            raise self._nothing_to_plan(settings, options)
         for graph in planned:
             assert graph.strategy is not None
             graph.strategy.planner.frontier()
-        breaks = [GraphBreak(*graph.graph_break) for graph in graphs if graph.graph_break is not None]
-        return document_of(planned, device=self.place.name, origin=self.place.origin, settings=settings, breaks=breaks)
+        return document_of(planned, device=self.place.name, origin=self.place.origin, settings=settings, breaks=_breaks_of(graphs, denied))
+
+    def _nothing_to_plan(self, settings: Settings, options: Options) -> TargetError:
+        """Because of a graph break, which tracing the step as one graph names, or because nothing needs a gradient."""
+        try:
+            self._trace(settings, options, [], is_whole=True)
+        except TargetError as error:
+            why = described(error.__cause__ or error)
+            return TargetError(
+                f"target {self._spec!r}: torch.compile leaves its step to Python, so there is nothing to plan: {why}. A graph break in a "
+                "loop, or in torch's own modules, does that: take it out, or return the part of the model that is compiled."
+            )
+        return TargetError(
+            f"target {self._spec!r}: nothing needs a gradient, so there is nothing to plan. Return a model in training mode whose "
+            "parameters require gradients, and a step that returns something computed from them."
+        )
 
     def _options(self, settings: Settings, codegen: str) -> Options:
         return parse_options(
@@ -110,16 +127,18 @@ class Tracer:
             }
         )
 
-    def _trace(self, settings: Settings, options: Options) -> list[OfflineGraph]:
+    def _trace(self, settings: Settings, options: Options, denied: list[str], *, is_whole: bool = False) -> list[OfflineGraph]:
+        """The graphs of the step; ``denied`` gets the places of tests that were taken as false. ``is_whole``: refuse graph breaks."""
         graphs: list[OfflineGraph] = []
-        refusals: list[DyngranError] = []
+        failures: list[Exception] = []
 
         def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             graph = OfflineGraph(module, inputs, options, planned_on=self.place.planned_on)
             try:
                 graph.compile(inputs)
-            except DyngranError as error:
-                refusals.append(error)
+            except Exception as error:
+                if type(error).__module__ != "torch._dynamo.exc":  # by which Dynamo is told to trace once more
+                    failures.append(error)
                 raise
             graphs.append(graph)
             return graph
@@ -127,15 +146,16 @@ class Tracer:
         torch_private.forget_compiled()
         mode = torch_private.fake_tensor_mode()
         with mode, self._imagined():
-            target, step, optimizer = self._prepared(settings)
-            compiled = torch.compile(step, backend=backend, dynamic=True if settings.dynamic else None)
+            target, step, optimizer = self._prepared(settings, mode)
+            compiled = torch.compile(step, backend=backend, dynamic=True if settings.dynamic else None, fullgraph=is_whole)
             try:
-                with _autocast(target, self.place.traced_on):
+                with _autocast(target, self.place.traced_on), _tests_denied(denied):
                     compiled(*target.inputs, **target.keywords)
-            except Exception as error:
-                if refusals:
-                    raise refusals[0] from None
-                raise TargetError(f"target {self._spec!r}: its step cannot be traced: {described(error)}.") from error
+            except (Exception, SystemExit) as error:
+                if failures:
+                    raise failures[-1] from None
+                hint = hint_of(error, advice="leave what reads them out of the step.")
+                raise TargetError(f"target {self._spec!r}: its step cannot be traced: {described(error)}.{hint}") from error
             finally:
                 del optimizer  # alive until here: its state is found through it
         return graphs
@@ -149,19 +169,32 @@ class Tracer:
             return imagined_device(place.spec.memory_bytes, library_bytes=place.spec.library_bytes)
         return contextlib.nullcontext()
 
-    def _prepared(self, settings: Settings) -> tuple[Target, Callable[..., Any], object]:
+    def _prepared(self, settings: Settings, mode: FakeTensorMode) -> tuple[Target, Callable[..., Any], object]:
         """The target on its device with the overrides, its step, and its optimizer."""
         with self.place.traced_on:  # what a target makes without naming a device
             target, taken = call_target(self._make, self._spec, batch=settings.batch, dtype=settings.dtype)
+        target = without_data(target, lambda tensor: mode.from_tensor(tensor, static_shapes=True))
         if settings.batch is not None and "batch" not in taken:
             target = _with_batch(target, settings.batch)
         if settings.dtype is not None and "dtype" not in taken:
             target = _with_dtype(target, DTYPES[settings.dtype])
         target = self._on_device(target)
-        optimizer = target.optimizer
-        if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer) and target.module is not None:
-            optimizer = optimizer(target.module.parameters())
-        return target, _step_of(target), optimizer
+        for module in target.module.modules() if target.module is not None else ():
+            module._compiled_call_impl = None  # by Module.compile: here the step is compiled as a whole, and by dyngran
+        return target, _step_of(target), self._optimizer_of(target)
+
+    def _optimizer_of(self, target: Target) -> object:
+        if not callable(target.optimizer):
+            return target.optimizer
+        if target.module is None:
+            raise TargetError(
+                f"target {self._spec!r}: its optimizer is a function of the parameters, and its model is no module that has them. "
+                "Return the optimizer itself."
+            )
+        try:
+            return target.optimizer(target.module.parameters())
+        except Exception as error:
+            raise TargetError(f"target {self._spec!r}: its optimizer cannot be made: {described(error)}.") from error
 
     def _on_device(self, target: Target) -> Target:
         device = self.place.traced_on
@@ -169,7 +202,7 @@ class Tracer:
         away = next((tensor.device for tensor in tensors if tensor.device.type not in (device.type, CPU)), None)
         if away is not None:
             raise TargetError(
-                f"target {self._spec!r}: its model is on {away}, which is not here. Name the device to plan for: --device h100, say "
+                f"target {self._spec!r}: its tensors are on {away}, which is not here. Name the device to plan for: --device h100, say "
                 "(`dyngran-plan build --help` lists them)."
             )
         if device.type == CPU:
@@ -190,6 +223,33 @@ def _step_of(target: Target) -> Callable[..., Any]:
     return step
 
 
+def _breaks_of(graphs: Sequence[OfflineGraph], denied: Sequence[str]) -> list[GraphBreak]:
+    breaks = [GraphBreak(*graph.graph_break) for graph in graphs if graph.graph_break is not None]
+    known = {one.where for one in breaks}
+    said = [GraphBreak(f"{one.reason}; {DENIED}", one.where) if one.where in denied else one for one in breaks]
+    return said + [GraphBreak(DENIED, place) for place in dict.fromkeys(denied) if place not in known]
+
+
+@contextlib.contextmanager
+def _tests_denied(denied: list[str]) -> Iterator[None]:
+    """Between graphs Python may test a tensor, as layer drop and checks for NaN do: without numbers it is false, and its place noted."""
+    fakes: Any = FakeTensor
+    ask = fakes.__bool__
+
+    def answer(tensor: Any) -> bool:
+        if TracingContext.try_get() is not None or tensor.constant is not None:
+            return bool(ask(tensor))
+        file, line = user_place([(frame.filename, frame.lineno) for frame in traceback.extract_stack()])
+        denied.append(f"{Path(file).name}:{line}")
+        return False
+
+    fakes.__bool__ = torch.compiler.disable(answer)  # type: ignore[no-untyped-call]  # or Dynamo would trace it between graphs
+    try:
+        yield
+    finally:
+        del fakes.__bool__
+
+
 @contextlib.contextmanager
 def _autocast(target: Target, device: torch.device) -> Iterator[None]:
     if target.autocast is None:
@@ -205,10 +265,21 @@ def _with_batch(target: Target, batch: int) -> Target:
     if first is None:
         raise TargetError("--batch: the target has no input with a first dimension. Let its function take an argument named batch.")
     before = first.shape[0]
-    return target.mapped(lambda t: t.new_empty((batch, *t.shape[1:])) if t.dim() and t.shape[0] == before else t)
+    return target.mapped(lambda t: _resized(t, batch) if t.dim() and t.shape[0] == before else t)
+
+
+def _resized(tensor: torch.Tensor, batch: int) -> torch.Tensor:
+    is_last = tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+    made = torch.empty(
+        (batch, *tensor.shape[1:]),
+        dtype=tensor.dtype,
+        device=tensor.device,
+        memory_format=torch.channels_last if is_last else torch.contiguous_format,
+    )
+    return made.requires_grad_(tensor.requires_grad)
 
 
 def _with_dtype(target: Target, dtype: torch.dtype) -> Target:
     if target.module is not None:
         target.module.to(dtype)
-    return target.mapped(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    return target.mapped(lambda t: t.detach().to(dtype).requires_grad_(t.requires_grad) if t.is_floating_point() else t)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from dyngran.compiler import torch_private
 from dyngran.compiler.accounting import WrapperAccount
 from dyngran.compiler.options import Codegen, Options
 from dyngran.compiler.planned_graph import PlannedGraph
+from dyngran.compiler.torch_emulation import seen_on_card
 
 
 class OfflineGraph(PlannedGraph):
@@ -39,7 +41,12 @@ class OfflineGraph(PlannedGraph):
         if self.options.codegen is Codegen.EAGER:
             return torch_private.compile_eager(module, inputs, partition=cut, around=lambda run, is_backward: run)
         options = {**torch_private.mode_options(self.options.mode or "default"), **self.options.inductor}
-        return torch_private.trace_inductor(module, inputs, options=options, partition=cut)
+        is_emulated = self._planned_on.type not in {tensor.device.type for tensor in torch_private.tensors_in(list(inputs))}
+        if is_emulated:
+            options = {"shape_padding": False, **options}  # it times kernels on the card
+        return torch_private.trace_inductor(
+            module, inputs, options=options, partition=cut, around_passes=seen_on_card if is_emulated else nullcontext
+        )
 
     def _plan_graph(self, joint: fx.GraphModule, num_fwd_outputs: int, static_indices: tuple[int, ...], held: Sequence[Any]) -> None:
         traced = [tensor for node in joint.graph.nodes for tensor in torch_private.tensors_in(node.meta.get("val"))]

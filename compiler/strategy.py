@@ -490,7 +490,6 @@ class Strategy:
                 self.options.plan,
                 problem=self.graph_problem,
                 mark=self.fingerprint,
-                simulator=self.simulator,
                 default=self.free.saved,
                 outputs=self.options.outputs,
             )

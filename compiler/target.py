@@ -6,7 +6,9 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 
 from dyngran.compiler.torch_private import mapped_tensors
 from dyngran.passes.errors import TargetError
@@ -33,6 +36,18 @@ DTYPES = {
     "fp64": torch.float64,
     "float64": torch.float64,
 }
+
+MAX_TEXT = 300  # characters of what a library says, in a sentence of ours
+
+_OURS = (
+    Path(torch.__file__).parent,
+    *(Path(__file__).resolve().parents[1] / floor for floor in ("compiler", "runtime", "passes", "kernels")),
+)
+_LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
+_READS_NUMBERS = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
+_USER_CODE = re.compile(r'File "(.+?)", line (\d+), in ')
+_FAKE_CALL = re.compile(r"failed to run FX node with fake tensors: .*: got (?P<kind>\w+)\((?P<quote>['\"])(?P<text>.*)(?P=quote)\)")
+_NO_CARD = ("support for cuda", "cuda enabled", "nvidia driver", "no cuda gpus")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +85,23 @@ class Target:
             optimizer=self.optimizer,
             autocast=self.autocast,
         )
+
+
+def without_data(target: Target, fake: Callable[[torch.Tensor], torch.Tensor]) -> Target:
+    """The same with tensors that ``fake`` made in place of those with data, which loading a checkpoint leaves in model and optimizer."""
+    made: dict[int, torch.Tensor] = {}
+
+    def faked(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        return made.setdefault(id(tensor), fake(tensor))
+
+    for module in target.module.modules() if target.module is not None else ():
+        for held in (vars(module)["_parameters"], vars(module)["_buffers"]):
+            held.update({name: faked(tensor) for name, tensor in held.items() if tensor is not None})
+    for group in getattr(target.optimizer, "param_groups", ()):
+        group["params"] = [faked(tensor) for tensor in group["params"]]
+    return target.mapped(faked)
 
 
 def load_callable(spec: str) -> Callable[..., Any]:
@@ -123,16 +155,40 @@ def _importing(spec: str, run: Callable[[], object]) -> None:
 
 
 def described(error: BaseException) -> str:
-    """Class, first line and the user's place of an error: ``ValueError: no such size (train.py:12)``."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}{': ' + text[0][:300] if text else ''}{where}".rstrip(".")
+    """What is wrong and where in the user's program, without a full stop: ``ValueError: no such size (train.py:12)``."""
+    text = str(error).strip()
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    frames += [(file, int(line)) for file, line in _USER_CODE.findall(text.partition("\nfrom user code:")[2])]
+    file, line = user_place(frames)
+    if type(error).__name__ in _READS_NUMBERS:
+        what = "it reads the numbers of a tensor"
+    elif (raised := _FAKE_CALL.search(text)) is not None:
+        what = f"{raised['kind']}: {raised['text']}"
+    else:
+        what = f"{type(error).__name__}{': ' + text.splitlines()[0] if text else ''}"
+    what = what[:MAX_TEXT].rstrip(". ")
+    return f"{what} ({Path(file).name}:{line})" if file else what
 
 
-def _is_ours(filename: str) -> bool:
-    roots = (Path(torch.__file__).parent, Path(__file__).parent)
-    return filename.startswith("<") or any(str(root) in filename for root in roots)
+def user_place(frames: Sequence[tuple[str, int | None]]) -> tuple[str, int | None]:
+    """The innermost (file, line) that is the user's own, else a library's; ("", None) if all are torch's or dyngran's."""
+    foreign = [frame for frame in frames if not frame[0].startswith("<") and not _is_in(frame[0], _OURS)]
+    own = [frame for frame in foreign if not _is_in(frame[0], _LIBRARIES)]
+    return (own or foreign or [("", None)])[-1]
+
+
+def _is_in(file: str, folders: Sequence[Path]) -> bool:
+    return any(folder in Path(file).parents for folder in folders)
+
+
+def hint_of(error: BaseException, *, advice: str) -> str:
+    """What to do about an error that running without data, or without a card, brings about; ``advice`` is about data."""
+    text = str(error).lower()
+    if type(error).__name__ in _READS_NUMBERS or ".numpy() is not supported" in text:
+        return f" Tensors have shapes and no numbers here: {advice}"
+    if not torch.cuda.is_available() and any(sign in text for sign in _NO_CARD):
+        return " No card is here: name the one to plan for, as in --device h100, and call nothing of torch.cuda."
+    return ""
 
 
 def call_target(make: Callable[..., Any], spec: str, *, batch: int | None, dtype: str | None) -> tuple[Target, frozenset[str]]:
@@ -149,29 +205,32 @@ def call_target(make: Callable[..., Any], spec: str, *, batch: int | None, dtype
     try:
         made = make(**given)
     except (Exception, SystemExit) as error:  # whatever the user's function raises is told by name
-        hint = _hint_of(error)
+        hint = hint_of(error, advice="make inputs with torch.zeros, torch.randn or torch.randint, and do not look at their numbers.")
         raise TargetError(f"target {spec!r} failed: {described(error)}.{hint}") from error
     return _checked(made, spec), frozenset(given)
-
-
-def _hint_of(error: BaseException) -> str:
-    if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException") or "fake tensor" in str(error).lower():
-        return " It runs without data: make inputs with torch.zeros, torch.randn or torch.randint, and do not look at their numbers."
-    return ""
 
 
 def _checked(made: Any, spec: str) -> Target:
     if isinstance(made, tuple) and len(made) == 2:
         made = {"model": made[0], "inputs": made[1]}
-    if not isinstance(made, Mapping) or not {"model", "inputs"} <= made.keys():
+    if not isinstance(made, Mapping):
         raise TargetError(f"target {spec!r} returned a {type(made).__name__}. {RETURNS}.")
     for key in made:
         if key not in KEYS:
             near = difflib.get_close_matches(str(key), KEYS, n=1)
             raise TargetError(f"target {spec!r} returned the key {key!r}{f' (did you mean {near[0]!r}?)' if near else ''}. {RETURNS}.")
+    for key in ("model", "inputs"):
+        if key not in made:
+            raise TargetError(f"target {spec!r} returned a {type(made).__name__} without {key!r}. {RETURNS}.")
     for key in ("model", "loss"):
         if made.get(key) is not None and not callable(made[key]):
             raise TargetError(f"target {spec!r}: its {key} is a {type(made[key]).__name__}, and must be callable.")
+    optimizer = made.get("optimizer")
+    if optimizer is not None and not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TargetError(
+            f"target {spec!r}: its optimizer is a {type(optimizer).__name__}, and must be a torch.optim.Optimizer or a function of the "
+            "parameters that makes one."
+        )
     positional, keywords = _arguments(made["inputs"])
     return Target(
         model=made["model"],
@@ -179,7 +238,7 @@ def _checked(made: Any, spec: str) -> Target:
         keywords=keywords,
         loss=made.get("loss"),
         targets=_arguments(made.get("targets", ()))[0],
-        optimizer=made.get("optimizer"),
+        optimizer=optimizer,
         autocast=_autocast(made.get("autocast"), spec),
     )
 

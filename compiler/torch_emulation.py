@@ -83,11 +83,19 @@ def _redirect_devices(register: Register) -> None:
     def at_home(before: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(before)
         def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            with _seen_on_card(False):
+            with seen_on_card(False):
                 return before(mode, func, types, tuple(_home(one) for one in args), {k: _home(one) for k, one in (kwargs or {}).items()})
 
         return dispatch
 
+    make: Any = FakeTensor.__new__
+
+    def made(cls: Any, mode: Any, elem: Any, device: torch.device, *args: Any, **kwargs: Any) -> Any:
+        """Python code that copies a FakeTensor's device while it is seen on the card."""
+        return make(cls, mode, elem, _home(device) if _reads_card[0] else device, *args, **kwargs)
+
+    fakes: Any = FakeTensor
+    fakes.__new__ = staticmethod(made)
     for owner, name in ((FakeTensorMode, "dispatch"), (proxy_tensor.ProxyTorchDispatchMode, "__torch_dispatch__")):
         setattr(owner, name, at_home(getattr(owner, name)))
     register("to.device", _to_device, "CompositeImplicitAutograd")
@@ -132,7 +140,8 @@ def _to_layout(
 
 
 @contextlib.contextmanager
-def _seen_on_card(seen: bool) -> Iterator[None]:
+def seen_on_card(seen: bool = True) -> Iterator[None]:
+    """Python code reads that FakeTensors are on the card; what it calls of torch goes on with them on the CPU."""
     before, _reads_card[0] = _reads_card[0], seen
     try:
         yield
@@ -173,7 +182,7 @@ def _show_card_to_decompositions() -> None:
 
     @functools.wraps(decompose)
     def decompose_on_card(mode: Any, op: Any, args: Any, kwargs: Any) -> Any:
-        with _seen_on_card(True):
+        with seen_on_card(True):
             return decompose(mode, op, tuple(_abroad(one) for one in args), {k: _abroad(one) for k, one in kwargs.items()})
 
     tracer.maybe_handle_decomp = decompose_on_card
@@ -182,7 +191,7 @@ def _show_card_to_decompositions() -> None:
 def _with_card(before: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(before)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _seen_on_card(True):
+        with seen_on_card(True):
             return before(*(_abroad(one) for one in args), **{k: _abroad(one) for k, one in kwargs.items()})
 
     return run
@@ -199,7 +208,7 @@ def _keep_fused(register: Register) -> None:
 
 
 def let_fake_modules_move() -> None:
-    """Module.to exchanges FakeTensors, which torch refuses for any that is traced: here the parameter takes the new one's data, for good."""
+    """Module.to exchanges FakeTensors, which torch refuses for any that is traced: here a parameter takes the new one's data, for good."""
     utils: Any = torch.utils
     before = utils.swap_tensors
 

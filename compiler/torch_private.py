@@ -336,17 +336,38 @@ def compile_inductor(
     return run
 
 
-def trace_inductor(module: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any], partition: Partitioner) -> Callable[..., Any]:
-    """As `compile_inductor` up to the partition, without code: what partition gives runs op by op, on fake tensors for example."""
+def trace_inductor(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    options: dict[str, Any],
+    partition: Partitioner,
+    around_passes: Callable[[], contextlib.AbstractContextManager[None]],
+) -> Callable[..., Any]:
+    """As `compile_inductor` up to the partition, without code: what partition gives runs op by op, on fake tensors for example.
+
+    Inductor's passes over the joint graph run within ``around_passes()``.
+    """
+    from torch._inductor import compile_fx as entry
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
+
+    passes: Any = entry._recursive_joint_graph_passes
+
+    def within(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        with around_passes():
+            return passes(gm, *args, **kwargs)
 
     def inner(gm: fx.GraphModule, _inputs: Sequence[Any], **_kwargs: Any) -> Any:
         return boxed(gm)
 
     patches = {**options, "custom_partitioner_fn": DyngranPartitioner(partition, "traced only")}
-    with functorch_config(enable_autograd_cache=False, force_non_lazy_backward_lowering=True), config.patch(force_disable_caches=True):
-        run: Callable[..., Any] = compile_fx(module, list(inputs), inner_compile=inner, config_patches=patches)
+    entry._recursive_joint_graph_passes = within
+    try:
+        with functorch_config(enable_autograd_cache=False, force_non_lazy_backward_lowering=True), config.patch(force_disable_caches=True):
+            run: Callable[..., Any] = compile_fx(module, list(inputs), inner_compile=inner, config_patches=patches)
+    finally:
+        entry._recursive_joint_graph_passes = passes
     return run
 
 
@@ -367,10 +388,17 @@ def seen_on(device: torch.device, tensors: Sequence[Any]) -> Iterator[None]:
 
 
 def mapped_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    """``tree`` with every tensor in its containers, dataclasses of outputs among them, replaced by ``change`` of it."""
+    """``tree`` with every tensor in its containers replaced by ``change`` of it; one that stands there twice is changed once."""
     from torch.utils._pytree import tree_map_only
 
-    return tree_map_only(torch.Tensor, change, tree)
+    changed: dict[int, torch.Tensor] = {}
+
+    def once(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in changed:
+            changed[id(tensor)] = change(tensor)
+        return changed[id(tensor)]
+
+    return tree_map_only(torch.Tensor, once, tree)
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ from dyngran.passes.errors import BudgetTooSmall, DyngranError
 
 def main(arguments: list[str]) -> None:
     """``arguments``: the descriptors of requests and answers, the target, and the device profile ('' for the device that is here)."""
-    requests, answers = (os.fdopen(int(number), mode) for number, mode in zip(arguments[:2], "rw", strict=True))
+    requests, answers = os.fdopen(int(arguments[0])), os.fdopen(int(arguments[1]), "w")
     warnings.simplefilter("ignore")  # of torch's, about tensors without data
     logging.getLogger("dyngran").setLevel(logging.INFO)
     logging.getLogger("dyngran").addHandler(_Progress(answers))
@@ -39,13 +39,19 @@ def main(arguments: list[str]) -> None:
             _answer(answers, {"error": _fields_of(error)})
         except Exception as error:  # noqa: BLE001  # whatever went wrong here must reach the parent by name
             traceback.print_exc()
-            _answer(answers, {"crash": f"{type(error).__name__}: {error}"})
+            _answer(answers, {"crash": _described(error)})
 
 
 def _tracer(target: str, profile: str | None) -> Any:
     from dyngran.compiler.offline import Tracer, find_place
 
     return Tracer(target, find_place(profile))
+
+
+def _described(error: Exception) -> str:
+    from dyngran.compiler.target import described
+
+    return described(error)
 
 
 def written_settings(settings: Settings) -> dict[str, Any]:

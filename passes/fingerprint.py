@@ -16,9 +16,9 @@ import hashlib
 from collections import Counter
 from dataclasses import dataclass
 
-from dyngran.passes.problem import Problem
+from dyngran.passes.problem import Problem, Value
 
-ALGORITHM = "dyngran fingerprint 1"  # part of every hash; raise it when anything below changes
+ALGORITHM = "dyngran fingerprint 2"  # part of every hash; raise it when anything below changes
 MAX_NEIGHBOURS = 64  # ops that are coloured again for one marked value: a transformer block; 10,000 twins then take about 2 s
 DIGEST_BYTES = 16
 
@@ -37,11 +37,16 @@ def fingerprint(problem: Problem) -> str:
     return _hash(ALGORITHM, problem.fused, sorted(colors.values), sorted(colors.ops))
 
 
+def role_of(value: Value) -> str:
+    """The kind, as far as it is structure: what the caller holds is one thing, whether or not it is known to be a buffer."""
+    return "held" if value.kind.is_static else value.kind.value
+
+
 def find_colors(problem: Problem) -> Colors:
     """The colours of which the fingerprint is the hash."""
     values, ops = problem.values, problem.ops
     own_value = [
-        _hash("value", value.size_bytes, value.kind.value, value.index in problem.forward_outputs, value.index in problem.gradients)
+        _hash("value", value.size_bytes, role_of(value), value.index in problem.forward_outputs, value.index in problem.gradients)
         for value in values
     ]
     own_op = [_hash("op", op.target, op.side.value, bool(op.pinned), op.fusible, op.reduction, op.num_elements) for op in ops]

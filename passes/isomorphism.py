@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from dyngran.passes.fingerprint import Colors, find_colors
+from dyngran.passes.fingerprint import Colors, find_colors, role_of
 from dyngran.passes.problem import Problem
 
 
@@ -134,9 +134,9 @@ def _checked(first: Problem, second: Problem, paired: tuple[int, ...]) -> Isomor
 
 def _are_alike(first: Problem, second: Problem, mine: int, yours: int) -> bool:
     left, right = first.values[mine], second.values[yours]
-    return (left.size_bytes, left.kind, mine in first.forward_outputs, mine in first.gradients) == (
+    return (left.size_bytes, role_of(left), mine in first.forward_outputs, mine in first.gradients) == (
         right.size_bytes,
-        right.kind,
+        role_of(right),
         yours in second.forward_outputs,
         yours in second.gradients,
     )

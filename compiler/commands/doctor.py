@@ -15,7 +15,7 @@ def add(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="say whether dyngran will work here, and what is missing",
-        description="Look at versions, libraries, compiler, card, memory and caches, and train a tiny model. Exit code 1 if anything fails.",
+        description="Look at versions, libraries, compiler, card, memory and caches; train a tiny model. Exit code 1 if anything fails.",
     )
     doctor.add_argument("--no-step", action="store_true", help="do not train the tiny model (it takes a few seconds)")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")

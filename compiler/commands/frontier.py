@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dyngran.compiler.commands import asking
+from dyngran.compiler.output_file import check_writable
 from dyngran.compiler.plan_terminal import output_console
 from dyngran.compiler.planfile import GraphPlan, PlanDocument
 from dyngran.passes.errors import format_bytes, format_us
@@ -33,6 +34,8 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the frontier of each graph of the step."""
+    if options.png is not None:
+        check_writable(options.png, what="picture")
     document = _document(options)
     if options.png is not None:
         from dyngran.compiler.plan_png import write_frontier

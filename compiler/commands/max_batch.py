@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from dyngran.compiler.commands import asking
-from dyngran.compiler.largest_batch import BatchPoint, BatchSearch
+from dyngran.compiler.largest_batch import FIRST_BATCHES, BatchPoint, BatchSearch
 from dyngran.compiler.plan_terminal import output_console
 from dyngran.compiler.planfile import PlanDocument, Settings
-from dyngran.passes.errors import BudgetTooSmall, TargetError, format_bytes, format_us
+from dyngran.passes.errors import BudgetTooSmall, TargetError, format_bytes, format_bytes_up, format_us
 
 PRECISION = 500  # the batch that is planned is at most one in so many smaller than the largest
 
@@ -41,7 +42,9 @@ def run(options: argparse.Namespace) -> int:
 
     if options.output is not None:
         check_writable(options.output, what="plan file")
-    settings = asking.settings_from(options, budget=options.budget, batch=1)
+    if options.png is not None:
+        check_writable(options.png, what="picture")
+    settings = asking.settings_from(options, budget=options.budget, batch=FIRST_BATCHES[0])
     with asking.telling(asking.error_console()) as tell, TraceProcess(options.target, settings.profile, tell) as process:
 
         def plan(batch: int) -> PlanDocument:
@@ -52,12 +55,13 @@ def run(options: argparse.Namespace) -> int:
         budget_bytes = _budget_bytes(process, settings, options.codegen)
         without = search.largest(lambda point: point.unplanned.peak_bytes, budget_bytes)
         batch = search.largest(lambda point: point.least_peak_bytes, budget_bytes)
-        document, batch = _planned(process, settings, batch, options.codegen)
-    if document is None:
+        planned = _planned(lambda batch: process.plan(replace(settings, batch=batch), codegen=options.codegen), max(1, batch))
+    if isinstance(planned, BudgetTooSmall):
         raise TargetError(
             f"target {options.target!r}: not even a batch of 1 fits {format_bytes(budget_bytes)}; its least peak is "
-            f"{format_bytes(search.look(1).least_peak_bytes)}."
+            f"{format_bytes_up(planned.least_peak_bytes)}."
         )
+    document, batch = planned
     if options.output is not None:
         save_plan(options.output, document)
     _show(options, search.points, document, batch=batch, without=without, budget_bytes=budget_bytes)
@@ -74,19 +78,23 @@ def _budget_bytes(process: Any, settings: Settings, codegen: str) -> int:
     return budget
 
 
-def _planned(process: Any, settings: Settings, batch: int, codegen: str) -> tuple[PlanDocument | None, int]:
-    """The plan of the largest batch. The least peak leaves no room for what an allocator rounds up, so it may be a little smaller."""
-    found, good, bad = None, 0, batch + 1
+def _planned(plan: Callable[[int], PlanDocument], batch: int) -> tuple[PlanDocument, int] | BudgetTooSmall:
+    """The plan of the largest batch, or why there is none: the least peak leaves no room for what an allocator rounds up, so it may be a
+    little smaller than ``batch``."""
+    found: tuple[PlanDocument, int] | None = None
+    refusal: BudgetTooSmall | None = None
+    good, bad = 0, batch + 1
     while bad - good > max(1, good // PRECISION):
         try:
-            found, good = process.plan(replace(settings, batch=batch), codegen=codegen), batch
+            found, good = (plan(batch), batch), batch
+            batch = (good + bad) // 2
         except BudgetTooSmall as error:
-            bad = batch
+            refusal, bad = error, batch
             met = int(batch * error.budget_bytes / error.least_peak_bytes)
-            batch = max(1, min(bad - 1, met))
-            continue
-        batch = (good + bad) // 2
-    return found, good
+            batch = max(good + 1, min(bad - 1, met))
+    outcome = found or refusal
+    assert outcome is not None  # the loop runs at least once
+    return outcome
 
 
 def _show(
