@@ -173,7 +173,7 @@ class Tracer:
         """The target on its device with the overrides, its step, and its optimizer."""
         with self.place.traced_on:  # what a target makes without naming a device
             target, taken = call_target(self._make, self._spec, batch=settings.batch, dtype=settings.dtype)
-        target = without_data(target, lambda tensor: mode.from_tensor(tensor, static_shapes=True))
+        target = without_data(target, lambda tensor: _fake(tensor, mode))
         if settings.batch is not None and "batch" not in taken:
             target = _with_batch(target, settings.batch)
         if settings.dtype is not None and "dtype" not in taken:
@@ -210,6 +210,16 @@ class Tracer:
         if target.module is not None and any(parameter.device.type == CPU for parameter in target.module.parameters()):
             target.module.to(device)
         return target.mapped(lambda tensor: tensor.to(device))
+
+
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """The tensor without its data, for this trace: a model that the file makes once for all has met another before."""
+    if not isinstance(tensor, FakeTensor):
+        return mode.from_tensor(tensor, static_shapes=True)
+    if tensor.fake_mode is mode:
+        return tensor
+    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return torch.nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else made
 
 
 def _step_of(target: Target) -> Callable[..., Any]:

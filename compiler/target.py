@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
 
 from dyngran.compiler.torch_private import mapped_tensors
 from dyngran.passes.errors import TargetError
@@ -88,13 +87,11 @@ class Target:
 
 
 def without_data(target: Target, fake: Callable[[torch.Tensor], torch.Tensor]) -> Target:
-    """The same with tensors that ``fake`` made in place of those with data, which loading a checkpoint leaves in model and optimizer."""
-    made: dict[int, torch.Tensor] = {}
+    """The same with what ``fake`` makes of its tensors, those of the model and of its optimizer included: a checkpoint has brought data."""
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the first is kept alive, or its id would be given away
 
     def faked(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, FakeTensor):
-            return tensor
-        return made.setdefault(id(tensor), fake(tensor))
+        return made.setdefault(id(tensor), (tensor, fake(tensor)))[1]
 
     for module in target.module.modules() if target.module is not None else ():
         for held in (vars(module)["_parameters"], vars(module)["_buffers"]):

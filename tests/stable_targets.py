@@ -69,7 +69,8 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(F.gelu(self.mix(self.embed(tokens)))).logsumexp(-1).mean()  # type: ignore[no-any-return]
+        logits: torch.Tensor = self.head(F.gelu(self.mix(self.embed(tokens))))
+        return logits.logsumexp(-1).mean()
 
 
 def tied() -> Any:
@@ -85,7 +86,8 @@ class Own(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cuda", torch.bfloat16):
-            return self.linear(x).float().sum()
+            y: torch.Tensor = self.linear(x)
+        return y.float().sum()
 
 
 def own_autocast() -> Any:
@@ -103,11 +105,19 @@ class Drops(nn.Module):
         x = torch.tanh(self.first(x))
         if torch.rand([]) < 0.1:
             x = x * 2
-        return self.second(x).sum()
+        y: torch.Tensor = self.second(x)
+        return y.sum()
 
 
 def layer_drop() -> Any:
     return Drops(), torch.randn(BATCH, WIDTH)
+
+
+_made_once = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))  # with data, as a checkpoint
+
+
+def made_once() -> Any:
+    return {"model": _made_once, "inputs": torch.randn(BATCH, WIDTH), "optimizer": torch.optim.AdamW(_made_once.parameters())}
 
 
 def huge() -> Any:

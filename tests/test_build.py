@@ -109,6 +109,15 @@ def test_what_a_card_holds_over_the_whole_step(on_card: Planner) -> None:
     assert document.peak_bytes % CUDA_BLOCK_BYTES == 0
 
 
+@pytest.mark.xdist_group("build on a card")
+def test_a_model_that_has_data_counts_as_any_and_however_often_it_is_planned(on_card: Planner) -> None:
+    documents = [on_card.plan("made_once") for _ in range(2)]
+    parameter_bytes = sum(rounded(4 * parameter.numel()) for parameter in stable_targets.made_once()["model"].parameters())
+    assert documents[0] == documents[1]
+    assert held(documents[0], Kind.PARAMETER) == parameter_bytes
+    assert documents[0].plan.static_bytes >= 3 * parameter_bytes + WORKSPACE_BYTES
+
+
 def targets_of(document: PlanDocument) -> set[str]:
     return {op.target for graph in document.graphs for op in graph.problem.ops}
 

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from problems import Builder, chain, problems, transformer
 
-from dyngran.passes.fingerprint import fingerprint
+from dyngran.passes.fingerprint import fingerprint, role_of
 from dyngran.passes.problem import Kind, Op, Problem, Side
 
 
@@ -55,7 +55,7 @@ def topological_orders(draw: st.DrawFn, problem: Problem) -> list[int]:
 def labelled(problem: Problem) -> nx.DiGraph:
     graph = nx.DiGraph()
     for v in problem.values:
-        mark = (v.size_bytes, v.kind, v.index in problem.forward_outputs, v.index in problem.gradients)
+        mark = (v.size_bytes, role_of(v), v.index in problem.forward_outputs, v.index in problem.gradients)
         graph.add_node(("value", v.index), mark=mark)
     for op in problem.ops:
         mark = (op.target, op.side, bool(op.pinned), op.fusible, op.reduction, op.num_elements)
@@ -112,7 +112,7 @@ def test_marks_sides_kinds_and_fusion_count() -> None:
         replace(problem, fused=True),
         replace(problem, gradients=frozenset()),
         replace(problem, forward_outputs=problem.forward_outputs | {1}),
-        replace(problem, values=(replace(problem.values[0], kind=Kind.PARAMETER), *problem.values[1:])),
+        replace(problem, values=(replace(problem.values[0], kind=Kind.TANGENT), *problem.values[1:])),
         with_op(problem, replace(last, side=Side.FREE)),
         with_op(problem, replace(last, pinned="random")),
         with_op(problem, replace(last, reads=last.reads[::-1])),

@@ -5,11 +5,12 @@ What is checked is what dyngran relies on, so that a release which moves or chan
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import operator
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -515,3 +516,66 @@ def test_plain_dispatch_runs_real_tensors_whatever_the_thread_is_doing() -> None
 def test_the_error_of_a_failed_code_generation_is_an_exception_of_inductor() -> None:
     error = torch_private.code_generation_error()
     assert issubclass(error, Exception) and error.__module__.startswith("torch._inductor")
+
+
+def test_a_step_of_tensors_without_data_is_traced_up_to_the_partition() -> None:
+    """Under fake tensors, through Dynamo and Inductor's passes over the joint graph; what runs are the two graphs, op by op."""
+    seen: list[str] = []
+    cuts: list[fx.GraphModule] = []
+
+    def partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        cuts.append(joint)
+        indices = kwargs.get("static_lifetime_input_indices")
+        return torch_private.stock_partition(
+            joint, inputs, num_fwd_outputs=kwargs["num_fwd_outputs"], static_lifetime_input_indices=indices, fused=True
+        )
+
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        seen.append("passes")
+        yield
+        seen.append("end of passes")
+
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return torch_private.trace_inductor(graph, inputs, options={}, partition=partition, around_passes=around)
+
+    torch_private.forget_compiled()
+    with torch_private.fake_tensor_mode():
+        net = Net()
+        loss = torch.compile(net, backend=backend)(torch.randn(4, 8))
+        loss.backward()
+    assert type(loss).__name__ == "FakeTensor" and net.first.weight.grad is not None
+    assert seen == ["passes", "end of passes"] and len(cuts) == 1
+    targets = {str(node.target) for node in cuts[0].graph.nodes}
+    assert "prims.inductor_seeds.default" in targets  # the passes have run
+    tensors = [tensor for node in cuts[0].graph.nodes for tensor in torch_private.tensors_in(node.meta.get("val"))]
+    card = torch.device("cuda", 0)
+    with torch_private.seen_on(card, [*tensors, None, 3]):
+        assert {tensor.device for tensor in tensors} == {card}
+    assert {tensor.device.type for tensor in tensors} == {"cpu"}
+
+
+def test_a_tensor_that_stands_twice_in_a_tree_is_changed_once() -> None:
+    one, other = torch.ones(1), torch.ones(2)
+    changed = torch_private.mapped_tensors(lambda tensor: tensor + 1, {"a": one, "b": (one, [other, 5])})
+    assert changed["a"] is changed["b"][0] and changed["b"][1][1] == 5
+    assert torch_private.tensors_in(changed) == [changed["a"], changed["a"], changed["b"][1][0]]
+
+
+def test_a_graph_break_has_a_reason_and_a_line() -> None:
+    found: list[tuple[str, str] | None] = []
+
+    def backend(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        found.append(torch_private.break_reason(graph))
+        return graph.forward
+
+    def step(x: Tensor) -> Tensor:
+        x = torch.sin(x)
+        torch._dynamo.graph_break()
+        return torch.cos(x)
+
+    torch_private.forget_compiled()
+    torch.compile(step, backend=backend)(torch.ones(2))
+    assert found[1] is None and found[0] is not None
+    assert "graph_break" in found[0][0]
+    assert found[0][1].startswith("test_torch_private.py:")
