@@ -53,14 +53,16 @@ def apply_document(
     mark: str,
     default: frozenset[int],
     outputs: Outputs,
+    num_equal_before: int = 0,
 ) -> AppliedPlan:
     """Find the plan for a graph (``problem`` without what a step before carries; ``mark``: its fingerprint) in a file.
 
-    ``default`` decides about values that a portable plan does not know; ``outputs``: the option here. Raises PlanMismatch naming what
-    differs.
+    ``default`` decides about values that a portable plan does not know; ``outputs``: the option here; ``num_equal_before``: graphs of the
+    step that are equal to this one and run before it. Raises PlanMismatch naming what differs.
     """
-    for stored in document.graphs:
-        same = isomorphism(stored.problem, problem) if stored.fingerprint == mark else None
+    alike = [graph for graph in document.graphs if graph.fingerprint == mark]
+    for stored in (*alike[num_equal_before:], *alike[:num_equal_before]):
+        same = isomorphism(stored.problem, problem)
         if same is not None:
             saved_here, schedule = _mapped(stored.plan, same)
             checked = (_checked_again(document),) if document.torch_version != str(torch.__version__) else ()

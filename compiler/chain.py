@@ -51,14 +51,19 @@ class StepChain:
         """True if more graphs of the same step follow."""
         return self._continues[self._position(member)]
 
-    def is_alone(self) -> bool:
-        return len(self._members) == 1
+    def members(self) -> list[Any]:
+        """The graphs that are still alive, in order."""
+        return [member for ref in self._members if (member := ref()) is not None]
+
+    def members_before(self, member: Any) -> list[Any]:
+        """Those that run before ``member``."""
+        return [one for ref in self._members[: self._position(member)] if (one := ref()) is not None]
 
     def bytes_before(self, member: Any) -> int:
         """Bytes that earlier graphs of the step hold while this one runs. Where an allocator counts them already: 0."""
         if device_memory(member.device).allocated_bytes is not None:
             return 0
-        earlier = [m for ref in self._members[: self._position(member)] if (m := ref()) is not None and m.plan is not None]
+        earlier = [m for m in self.members_before(member) if m.plan is not None]
         return sum(m.plan.saved_bytes + m.static_of((Kind.PARAMETER, Kind.BUFFER, Kind.INPUT)) for m in earlier)
 
     def bytes_after(self, member: Any, held: Sequence[Any]) -> int:

@@ -53,8 +53,8 @@ def save_plan(path: str | os.PathLike[str], handle: Handle = None) -> Path:
         PlanFileError: the path cannot be written.
         NothingCompiled: nothing was planned.
     """
-    graphs = registry.graphs_of(handle)
-    newest = [graph for graph in graphs if graph.chain is graphs[-1].chain]
+    chain = registry.graphs_of(handle)[-1].chain
+    newest = [graph for graph in chain.members() if graph.plan is not None]  # also those that have no parameter, as a loss
     breaks = [GraphBreak(*graph.graph_break) for graph in newest if graph.graph_break is not None]
     write_plan(path, document_of(newest, device=_device_name(newest[-1].device), settings=settings_of(newest[-1]), breaks=breaks))
     return Path(path)

@@ -23,7 +23,7 @@ from dyngran.compiler.offline_graph import OfflineGraph
 from dyngran.compiler.options import Options, parse_options
 from dyngran.compiler.planfile import GraphBreak, Origin, PlanDocument, Settings
 from dyngran.compiler.planned_document import document_of
-from dyngran.compiler.target import DTYPES, Target, call_target, described, hint_of, load_callable, user_place, without_data
+from dyngran.compiler.target import DTYPES, Target, call_target, described, hint_of, load_callable, reads_numbers, user_place, without_data
 from dyngran.compiler.torch_emulation import emulate_cuda, let_fake_modules_move
 from dyngran.passes.devices import DeviceSpec, find_device
 from dyngran.passes.errors import TargetError
@@ -31,6 +31,7 @@ from dyngran.runtime.memory import imagined_device
 
 CPU = "cpu"
 DENIED = "a test on a tensor's numbers, which are not there, is taken as false"
+CAPTURES = "torch._dynamo.config.capture_scalar_outputs and capture_dynamic_output_shape_ops"
 ROCM_LIKE = (8, 0)  # attention kernels are chosen as on an A100 where a device has no compute capability
 
 
@@ -101,14 +102,19 @@ class Tracer:
         return document_of(planned, device=self.place.name, origin=self.place.origin, settings=settings, breaks=_breaks_of(graphs, denied))
 
     def _nothing_to_plan(self, settings: Settings, options: Options) -> TargetError:
-        """Because of a graph break, which tracing the step as one graph names, or because nothing needs a gradient."""
+        """Because of a graph break, which tracing the step as one graph names or avoids, or because nothing needs a gradient."""
+        left = f"target {self._spec!r}: torch.compile leaves its step to Python, so there is nothing to plan"
         try:
-            self._trace(settings, options, [], is_whole=True)
+            graphs = self._trace(settings, options, [], is_whole=True)
         except TargetError as error:
-            why = described(error.__cause__ or error)
             return TargetError(
-                f"target {self._spec!r}: torch.compile leaves its step to Python, so there is nothing to plan: {why}. A graph break in a "
-                "loop, or in torch's own modules, does that: take it out, or return the part of the model that is compiled."
+                f"{left}: {described(error.__cause__ or error)}. A graph break in a loop, or in torch's own modules, does that: take it "
+                "out, or return the part of the model that is compiled."
+            )
+        if any(graph.plan is not None for graph in graphs):
+            return TargetError(
+                f"{left}, because of sizes that depend on numbers: set {CAPTURES} to True in the target and in training, as fullgraph=True "
+                "does."
             )
         return TargetError(
             f"target {self._spec!r}: nothing needs a gradient, so there is nothing to plan. Return a model in training mode whose "
@@ -152,10 +158,11 @@ class Tracer:
                 with _autocast(target, self.place.traced_on), _tests_denied(denied):
                     compiled(*target.inputs, **target.keywords)
             except (Exception, SystemExit) as error:
-                if failures:
-                    raise failures[-1] from None
-                hint = hint_of(error, advice="leave what reads them out of the step.")
-                raise TargetError(f"target {self._spec!r}: its step cannot be traced: {described(error)}.{hint}") from error
+                cause = failures[-1] if failures else error
+                if failures and not reads_numbers(cause):
+                    raise cause from None
+                hint = hint_of(cause, advice=f"leave what reads them out of the step, or set {CAPTURES} to True, in training too.")
+                raise TargetError(f"target {self._spec!r}: its step cannot be traced: {described(cause)}.{hint}") from error
             finally:
                 del optimizer  # alive until here: its state is found through it
         return graphs

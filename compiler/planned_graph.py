@@ -374,6 +374,8 @@ class PlannedGraph:
             is_offline=self.is_offline,
         )
         self.strategy, self.device = strategy, strategy.captured.device
+        earlier = [graph.strategy for graph in self.chain.members_before(self)]
+        strategy.num_equal_before = sum(one is not None and one.fingerprint == strategy.fingerprint for one in earlier)
         self.budget_bytes = resolve_budget(self.options.budget, self.device)
         self.static = self._measure_static(held)
         self._held_bytes = self.static.total_bytes + self._coming_gradient_bytes + self.chain.bytes_before(self)

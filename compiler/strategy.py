@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from torch import fx
@@ -79,6 +79,7 @@ class Strategy:
         accounted: peak with the problem's static bytes by generated code, per saved set.
         generated: the saved sets among them whose code was generated here, and not by an earlier process.
         graph_problem: the problem of the graph alone, without what the step before left to be held; a plan file refers to it.
+        num_equal_before: graphs of the same step that are equal to this one and run before it.
         applied: the plan of a file in the numbers of this graph, once it was asked for. file_notes: what `explain` says of it.
         is_resolving: a plan file was asked for, turned out to be for another graph, and plans are searched for instead.
         num_misses: plans in a row whose generated code passed the limit although the guess did not.
@@ -94,6 +95,7 @@ class Strategy:
         self.is_resolving = False
         self.file_notes: tuple[str, ...] = ()
         self.applied: AppliedPlan | None = None
+        self.num_equal_before = 0
         self._extra_bytes = 0
         self.planner = Planner(_with_stock(captured), progress=log.info, accepts=self._runnable)
         self.graph_problem = replace(bare or captured.problem, stock=self.problem.stock)
@@ -492,6 +494,7 @@ class Strategy:
                 mark=self.fingerprint,
                 default=self.free.saved,
                 outputs=self.options.outputs,
+                num_equal_before=self.num_equal_before,
             )
             self.file_notes = self.applied.notes
             for note in self.file_notes:
@@ -504,14 +507,16 @@ class Strategy:
             plan = replace(stored, saved=applied.saved, schedule=applied.schedule)
             return self._prescribed(for_problem(plan, self.problem), limit)
         outcome = self.planner.add(applied.saved, "file")
-        if limit is not None and outcome.peak_bytes > limit:
-            raise self._file_needs_more(outcome, limit)
+        peak_bytes = self._peak_of(outcome.saved)
+        is_certain = not (self.problem.fused and self.is_code_read) or outcome.saved in self.accounted  # else its code will say
+        if limit is not None and is_certain and peak_bytes > limit:
+            raise self._file_needs_more(outcome, peak_bytes, limit)
         return self._plan_of(outcome, f"file, {stored.solver}")
 
-    def _file_needs_more(self, outcome: Outcome, limit: int) -> BudgetTooSmall:
+    def _file_needs_more(self, outcome: Outcome, least_bytes: int, limit: int) -> BudgetTooSmall:
         return BudgetTooSmall(
             budget_bytes=limit,
-            least_peak_bytes=outcome.peak_bytes,
+            least_peak_bytes=least_bytes,
             pinned=self.pinned_at_peak(outcome),
             hint=f"The plan of {self.options.plan} needs that much. {FILE_HINT}",
         )
@@ -532,7 +537,7 @@ class Strategy:
             [outcome, *known], key=lambda one: (self._need(one) > wanted, one.time_us if self._need(one) <= wanted else self._need(one))
         )
         if limit is not None and self._need(outcome) > limit:
-            raise self._file_needs_more(outcome, limit)
+            raise self._file_needs_more(outcome, self._need(outcome), limit)
         return self._plan_of(outcome, f"file, {stored.solver}, repaired")
 
     def _prescribed(self, plan: Plan, limit: int | None) -> Plan:
@@ -557,18 +562,8 @@ class Strategy:
                 pinned=self.pinned_at_peak(plan),
                 hint=f"The plan of {self.options.plan} needs that much. {FILE_HINT}",
             )
-        return replace(
-            plan,
-            peak_bytes=outcome.peak_bytes,
-            saved_bytes=outcome.saved_bytes,
-            time_us=outcome.time_us,
-            overhead_us=max(0.0, outcome.time_us - self.free.time_us),
-            recompute_us=outcome.recompute_us,
-            num_recomputed=outcome.num_recomputed,
-            solver=f"file, {plan.solver}",
-            bound_us=0.0,
-            bound="",
-        )
+        replayed = Outcome(schedule=plan.schedule, **{one.name: getattr(outcome, one.name) for one in fields(outcome)})
+        return self._plan_of(replayed, f"file, {plan.solver}")
 
     def account(self, plan: Plan, transient_bytes: int) -> Plan:
         """The plan with the peak that its generated code really needs; what that differs by moves the guess for plans without code."""

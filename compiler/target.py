@@ -157,7 +157,7 @@ def described(error: BaseException) -> str:
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     frames += [(file, int(line)) for file, line in _USER_CODE.findall(text.partition("\nfrom user code:")[2])]
     file, line = user_place(frames)
-    if type(error).__name__ in _READS_NUMBERS:
+    if reads_numbers(error):
         what = "it reads the numbers of a tensor"
     elif (raised := _FAKE_CALL.search(text)) is not None:
         what = f"{raised['kind']}: {raised['text']}"
@@ -165,6 +165,11 @@ def described(error: BaseException) -> str:
         what = f"{type(error).__name__}{': ' + text.splitlines()[0] if text else ''}"
     what = what[:MAX_TEXT].rstrip(". ")
     return f"{what} ({Path(file).name}:{line})" if file else what
+
+
+def reads_numbers(error: BaseException) -> bool:
+    """Whether it says that what comes next depends on numbers, which tensors do not have here."""
+    return type(error).__name__ in _READS_NUMBERS
 
 
 def user_place(frames: Sequence[tuple[str, int | None]]) -> tuple[str, int | None]:
@@ -181,7 +186,7 @@ def _is_in(file: str, folders: Sequence[Path]) -> bool:
 def hint_of(error: BaseException, *, advice: str) -> str:
     """What to do about an error that running without data, or without a card, brings about; ``advice`` is about data."""
     text = str(error).lower()
-    if type(error).__name__ in _READS_NUMBERS or ".numpy() is not supported" in text:
+    if reads_numbers(error) or ".numpy() is not supported" in text:
         return f" Tensors have shapes and no numbers here: {advice}"
     if not torch.cuda.is_available() and any(sign in text for sign in _NO_CARD):
         return " No card is here: name the one to plan for, as in --device h100, and call nothing of torch.cuda."

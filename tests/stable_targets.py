@@ -24,7 +24,8 @@ def dropout() -> Any:
 
 
 def squared(output: torch.Tensor) -> torch.Tensor:
-    return output.square().mean()
+    mean: torch.Tensor = output.square().mean()
+    return mean
 
 
 def convolutions() -> Any:
@@ -40,7 +41,8 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm(x)).view(BATCH, -1, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(mixed.transpose(1, 2).reshape(x.shape).to(x.dtype))
+        y: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(x.shape))
+        return x + y
 
 
 def attention() -> Any:

@@ -4,6 +4,7 @@ Gradients are compared bit for bit with the unplanned graph under the same runne
 """
 
 import re
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -33,8 +34,8 @@ from dyngran.passes.simulate import Simulator
 from dyngran.passes.solvers.portfolio import Planner
 from dyngran.passes.solvers.repair import repair
 
-EAGER = {"codegen": "eager", "keep_below": 0, "device_profile": "cpu"}
-INDUCTOR = {"keep_below": 0, "device_profile": "cpu"}
+EAGER: dict[str, Any] = {"codegen": "eager", "keep_below": 0, "device_profile": "cpu"}
+INDUCTOR: dict[str, Any] = {"keep_below": 0, "device_profile": "cpu"}
 WIDTH, TOKENS, BATCH = 32, 64, 8
 SHARE = 0.5  # of the transient of the unplanned step, that plans here are made for
 
@@ -69,7 +70,8 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in getattr(self, self.stack):
             x = layer(x)
-        return x.square().mean()
+        loss: Tensor = x.square().mean()
+        return loss
 
 
 class Towers(nn.Module):
@@ -84,7 +86,8 @@ class Towers(nn.Module):
         given, ends = {"left": left, "right": right}, {}
         for name in self.order:
             ends[name] = getattr(self, name)(given[name])
-        return (ends["left"] - ends["right"]).square().mean()
+        loss: Tensor = (ends["left"] - ends["right"]).square().mean()
+        return loss
 
 
 class Broken(nn.Module):
@@ -105,7 +108,8 @@ class Broken(nn.Module):
         if self.num_parts == 3:
             x = self.third(x)
             torch._dynamo.graph_break()
-        return self.head(x).square().mean()
+        loss: Tensor = self.head(x).square().mean()
+        return loss
 
 
 def made(kind: type[nn.Module], *args: Any, **options: Any) -> Any:
@@ -186,8 +190,6 @@ def text_of(*kind: Any, share: float = SHARE, **options: Any) -> str:
 
 def written(step: Step) -> PlanDocument:
     """What `save_plan` writes."""
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         return load_plan(dyngran.save_plan(Path(folder) / "plan.json", step.run))
 
@@ -292,7 +294,6 @@ def test_a_schedule_is_carried_over(path: Path) -> None:
     assert step.equals(unplanned(Towers, "right", "left"))
 
 
-@pytest.mark.xfail(reason="Strategy._from_file keeps the decisions of the file, which number the values of the stored graph")
 def test_a_schedule_that_was_carried_over_decides_about_the_values_here(path: Path) -> None:
     stored = of_a_schedule(path)
     step = stepped(made(Towers, "right", "left"), batch(1), batch(2), **EAGER, plan=str(path))
@@ -301,9 +302,8 @@ def test_a_schedule_that_was_carried_over_decides_about_the_values_here(path: Pa
     assert load_plan(path).peak_bytes == stored.peak_bytes
 
 
-OTHERS = {
+OTHERS: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
     "deeper": (partial(Net, 5), batch(), "layers.3, layers.4: only in the graph at hand"),
-    "shallower": (partial(Net, 2), batch(), "layers.2: only in the plan"),
     "wider": (partial(Net, width=64), batch(width=64), "layers.0, layers.1, layers.2 and 1 more: the same ops with other sizes"),
     "a smaller batch": (Net, batch(rows=4), "layers.0, layers.1, layers.2 and 1 more: the same ops with other sizes"),
 }
@@ -353,7 +353,7 @@ def test_a_portable_plan_is_applied_where_most_of_it_is_found(path: Path, forbid
     assert step.plan.saved == stored.plan.saved | {unknown} and step.plan.solver == "file, mincut"
     assert step.measured() == step.plan.peak_bytes
     said = str(dyngran.explain(step.run))
-    assert re.search(r"was made without the device: 9\d\.\d% of the bytes it decides about were found here", said)
+    assert re.search(r"was made without the device: 9\d\.\d% of the bytes .* were found here", said)
     assert "layers.1: 1 another.op only in the plan; 1 aten._softmax.default only in the graph at hand" in said
 
 
@@ -383,9 +383,7 @@ def test_the_budget_of_a_portable_plan_counts_where_none_is_given(path: Path, fo
 
 def test_a_portable_plan_of_which_too_little_is_found_is_refused_with_the_share(path: Path) -> None:
     save_plan(path, changed_op(document(Net), "aten.gelu.default"))
-    with pytest.raises(
-        PlanMismatch, match=r"; 9[0-4]\.\d% of the bytes that it decides about are in this one, and at least 95% are needed"
-    ):
+    with pytest.raises(PlanMismatch, match=r"; 9[0-4]\.\d% of the bytes .*, and at least 95% are needed"):
         stepped(made(Net), batch(), **EAGER, plan=str(path))
     save_plan(path, replace(changed_op(document(Net), "aten._softmax.default"), origin=Origin.EXACT))
     with pytest.raises(PlanMismatch) as caught:
@@ -417,7 +415,6 @@ def test_a_budget_that_the_plan_exceeds_is_refused_with_the_one_that_does(path: 
     assert any(note.startswith(f"planned afresh, and not by {path}: budget ") for note in other.notes)
 
 
-@pytest.mark.xfail(reason="Strategy._repaired compares what the plan needs, and names its peak")
 def test_a_budget_that_no_repair_keeps_is_refused_with_one_that_does(path: Path) -> None:
     stored = document(Net)
     save_plan(path, changed_op(stored, "aten._softmax.default"))
@@ -428,8 +425,7 @@ def test_a_budget_that_no_repair_keeps_is_refused_with_one_that_does(path: Path)
     assert step.measured() <= caught.value.least_peak_bytes
 
 
-@pytest.mark.parametrize("depths", [(2, 1), (1, 1, 1)], ids=["two graphs", "equal graphs"])
-@pytest.mark.parametrize("share", [None, 0.9])
+@pytest.mark.parametrize(("depths", "share"), [((2, 1), 0.9), ((1, 1, 1), None)], ids=["two graphs and a head", "equal graphs"])
 def test_each_graph_of_a_step_finds_its_plan(
     path: Path, depths: tuple[int, ...], share: float | None, forbid_search: Callable[[], None]
 ) -> None:
@@ -449,7 +445,6 @@ def test_each_graph_of_a_step_finds_its_plan(
     assert again.equals(free) and again.measured() == measured
 
 
-@pytest.mark.xfail(reason="apply_document takes the first plan whose graph is equal")
 def test_equal_graphs_have_the_plans_of_their_places(path: Path) -> None:
     """Of two equal graphs the second may be planned otherwise: what the first one holds is live then."""
     module = made(Broken, 1, 1, 1)
@@ -469,7 +464,6 @@ def with_saved(graph: GraphPlan, saved: frozenset[int]) -> GraphPlan:
     return replace(graph, plan=decide(simulator, simulator.evaluate(saved), budget_bytes=None, solver="test", fastest_us=0.0))
 
 
-@pytest.mark.xfail(reason="registry.graphs_of finds graphs by their parameters alone")
 def test_a_graph_without_parameters_is_in_the_file_as_well(path: Path) -> None:
     module = made(Broken, 1, 1, has_head=False)
     free = stepped(module, batch(), **EAGER)
@@ -504,9 +498,9 @@ class Outside(nn.Module):
 
 def test_outputs_that_are_held_otherwise_are_named(path: Path) -> None:
     def run(outputs: str, **options: Any) -> Any:
-        torch._dynamo.reset()
-        compiled = torch.compile(made(Outside), backend="dyngran", options={**EAGER, "outputs": outputs, **options})
-        compiled(batch())[0].backward()
+        torch.compiler.reset()
+        compiled: Any = torch.compile(made(Outside), backend="dyngran", options={**EAGER, "outputs": outputs, **options})
+        forward_backward(lambda x: compiled(x)[0], (batch(),))
         return compiled
 
     dyngran.save_plan(path, run("held"))
@@ -518,8 +512,7 @@ def test_outputs_that_are_held_otherwise_are_named(path: Path) -> None:
 def test_under_inductor_the_code_decides(path: Path) -> None:
     """The plan's own peak is a budget that works, one byte less is refused, and with that allowed planned afresh."""
     module = made(Net, 2)
-    free = stepped(module, batch(), **INDUCTOR)
-    first = stepped(module, batch(), **INDUCTOR, budget=part_of(free, 0.8), solver="region")
+    first = stepped(module, batch(), **INDUCTOR, budget=part_of(unplanned(Net, 2), 0.7), solver="region")
     stored = written(first)
     peak = stored.peak_bytes
     save_plan(path, stored)
@@ -532,7 +525,6 @@ def test_under_inductor_the_code_decides(path: Path) -> None:
     assert other.plan.peak_bytes < peak and any("planned afresh" in note for note in other.notes)
 
 
-@pytest.mark.xfail(reason="Strategy._from_file refuses by simulation before any code is generated")
 def test_under_inductor_a_simulation_does_not_refuse_what_the_code_does_with_less(path: Path) -> None:
     module = made(Net, 2)
     first = stepped(module, batch(), **INDUCTOR)

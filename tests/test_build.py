@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import stable_targets
@@ -159,9 +160,10 @@ def test_a_plan_for_this_machine_is_taken_as_it_is(on_host: Planner, tmp_path: P
     def loss_of(x: torch.Tensor) -> torch.Tensor:
         return stable_targets.squared(model(x))
 
-    options = {"plan": str(tmp_path / "plan.json"), "codegen": codegen, "device_profile": "cpu"}
+    options: dict[str, Any] = {"plan": str(tmp_path / "plan.json"), "codegen": codegen, "device_profile": "cpu"}
     compiled = torch.compile(loss_of, backend="dyngran", options=options)
-    compiled(made["inputs"]).backward()
+    loss: torch.Tensor = compiled(made["inputs"])
+    torch.autograd.backward(loss)
     optimizer.step()
     graph = graphs_of(model)[-1]
     assert graph.strategy is not None
@@ -180,11 +182,10 @@ def test_training_plans_the_peak_that_was_planned_without_it(on_host: Planner, t
     except BudgetTooSmall as error:
         budget_bytes = error.least_peak_bytes
         document = on_host.plan(name, budget=f"{budget_bytes}B")
-    model, x = getattr(stable_targets, name)()
-    options = {"budget": budget_bytes, "codegen": "eager", "device_profile": "cpu"}
-    compiled = torch.compile(model, backend="dyngran", options=options)
-    output = compiled(x)
-    (output if output.dim() == 0 else output.sum()).backward()
+    model, x = STABLE[name]()
+    options: dict[str, Any] = {"budget": budget_bytes, "codegen": "eager", "device_profile": "cpu"}
+    compiled: Any = torch.compile(model, backend="dyngran", options=options)
+    compiled(x).sum().backward()
     assert dyngran.explain(model).predicted_peak_bytes <= budget_bytes
     assert abs(dyngran.explain(model).predicted_peak_bytes - document.peak_bytes) <= SLACK_BYTES
 
