@@ -25,9 +25,9 @@ import torch
 
 import dyngran
 from dyngran.compiler import registry
-from dyngran.compiler.planfile import load_plan
-from dyngran.compiler.target import Target, call_target, load_callable
-from dyngran.compiler.unplanned import unplanned_step
+from dyngran.compiler.offline.target import Target, call_target, load_callable
+from dyngran.compiler.plans.planfile import load_plan
+from dyngran.compiler.plans.unplanned import unplanned_step
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE)]  # `python -P` leaves the script's own folder out

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from dyngran.compiler import registry
-from dyngran.compiler.planfile import GraphBreak
-from dyngran.compiler.planfile import save_plan as write_plan
-from dyngran.compiler.planned_document import document_of, settings_of
 from dyngran.compiler.planned_graph import PlannedGraph
+from dyngran.compiler.plans.planfile import GraphBreak
+from dyngran.compiler.plans.planfile import save_plan as write_plan
+from dyngran.compiler.plans.planned_document import document_of, settings_of
 from dyngran.compiler.report import Report, StepReport, build_report
 from dyngran.passes.problem import Kind
 from dyngran.passes.simulate import Outcome

@@ -13,12 +13,12 @@ from torch import fx
 
 from dyngran.compiler import torch_private
 from dyngran.compiler.accounting import Measure
-from dyngran.compiler.applied_plan import AppliedPlan, apply_document
 from dyngran.compiler.capture import Captured, JointGraph, capture
 from dyngran.compiler.options import Codegen, Options, Outputs, PlanMismatchPolicy
 from dyngran.compiler.order_rules import order_rules
 from dyngran.compiler.partition import check_runnable
-from dyngran.compiler.planfile import check_applicable, for_problem, load_plan
+from dyngran.compiler.plans.applied_plan import AppliedPlan, apply_document
+from dyngran.compiler.plans.planfile import check_applicable, for_problem, load_plan
 from dyngran.compiler.prepare import prepare
 from dyngran.compiler.pricing import device_spec, price_nodes, workspace_meter
 from dyngran.compiler.static_memory import Carried, measure_static, profiling_limit

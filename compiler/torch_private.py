@@ -365,9 +365,10 @@ def trace_inductor(
     entry._recursive_joint_graph_passes = within
     try:
         with functorch_config(enable_autograd_cache=False, force_non_lazy_backward_lowering=True), config.patch(force_disable_caches=True):
-            run: Callable[..., Any] = compile_fx(module, list(inputs), inner_compile=inner, config_patches=patches)
+            compiled: Any = compile_fx(module, list(inputs), inner_compile=inner, config_patches=patches)
     finally:
         entry._recursive_joint_graph_passes = passes
+    run: Callable[..., Any] = compiled
     return run
 
 

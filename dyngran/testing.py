@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from dyngran.compiler.planfile import PlanDocument, Settings
+    from dyngran.compiler.plans.planfile import PlanDocument, Settings
 
 Target = str | Callable[..., Any]
 
@@ -82,10 +82,10 @@ def assert_plan(
         DyngranError: the target cannot be traced, the file cannot be read, or the two cannot be compared.
     """
     __tracebackhide__ = True
-    from dyngran.compiler import check_output
+    from dyngran.compiler.checks import check_output
+    from dyngran.compiler.checks.limits import Limits
     from dyngran.compiler.commands.check import check_plan
-    from dyngran.compiler.limits import Limits
-    from dyngran.compiler.planfile import load_plan, save_plan
+    from dyngran.compiler.plans.planfile import load_plan, save_plan
 
     name, is_updating = _named(target), any(_updating[-1:]) if update is None else update
     limits = Limits.parse(max_peak=max_peak, max_step=max_step, max_saved=max_saved, max_graph_breaks=max_graph_breaks)
@@ -136,7 +136,7 @@ def _asked(*, budget: str | int | None, device: str | None, **settings: Any) -> 
 
     from dyngran.compiler.budget import Budget, parse_bytes
     from dyngran.compiler.options import Codegen, Outputs
-    from dyngran.compiler.planfile import Settings
+    from dyngran.compiler.plans.planfile import Settings
     from dyngran.passes.devices import find_device
     from dyngran.passes.errors import InvalidOption
 
@@ -175,7 +175,7 @@ def _changed(committed: PlanDocument, asked: dict[str, Any]) -> str:
 
 def _build(target: str, committed: PlanDocument | None, asked: dict[str, Any]) -> PlanDocument:
     from dyngran.compiler.commands.check import build_fresh, settings_of
-    from dyngran.compiler.planfile import Settings
+    from dyngran.compiler.plans.planfile import Settings
 
     base: Settings = settings_of(committed) if committed is not None else Settings(profile="cpu")
     codegen = asked.get("codegen", committed.codegen if committed is not None else "inductor")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from dyngran.compiler.build import TraceProcess
-from dyngran.compiler.planfile import PlanDocument, Settings
+from dyngran.compiler.offline.build import TraceProcess
+from dyngran.compiler.plans.planfile import PlanDocument, Settings
 
 NET = """\
 import torch

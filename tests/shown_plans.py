@@ -11,7 +11,7 @@ from problems import Builder
 from rich.console import Console
 
 from dyngran.compiler.commands import show
-from dyngran.compiler.planfile import GraphPlan, PlanDocument
+from dyngran.compiler.plans.planfile import GraphPlan, PlanDocument
 from dyngran.passes.decide import decide
 from dyngran.passes.fingerprint import fingerprint
 from dyngran.passes.plan import Schedule

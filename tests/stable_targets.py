@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dyngran.compiler.build import TraceProcess
-from dyngran.compiler.planfile import PlanDocument, Settings
+from dyngran.compiler.offline.build import TraceProcess
+from dyngran.compiler.plans.planfile import PlanDocument, Settings
 
 WIDTH, BATCH = 32, 8
 HUGE_WIDTH, NUM_HUGE = 71_680, 4  # 20.6 GB a layer

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 import dyngran
 from dyngran.compiler import registry
-from dyngran.compiler.planfile import GraphPlan, Origin, PlanDocument, dump_plan, load_plan, parse_plan, save_plan
 from dyngran.compiler.planned_graph import PlannedGraph
+from dyngran.compiler.plans.planfile import GraphPlan, Origin, PlanDocument, dump_plan, load_plan, parse_plan, save_plan
 from dyngran.errors import BudgetTooSmall, PlanMismatch
 from dyngran.passes.decide import decide
 from dyngran.passes.fingerprint import fingerprint

@@ -13,7 +13,7 @@ import torch
 from stable_targets import HUGE_WIDTH, NUM_HUGE, STABLE, Planner
 
 import dyngran
-from dyngran.compiler.planfile import Origin, PlanDocument, dump_plan, save_plan
+from dyngran.compiler.plans.planfile import Origin, PlanDocument, dump_plan, save_plan
 from dyngran.compiler.registry import graphs_of
 from dyngran.passes.devices import CUDA_BLOCK_BYTES
 from dyngran.passes.errors import BudgetTooSmall

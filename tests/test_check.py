@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from planted import FUSED_AWAY, HARMLESS, NET, NOT_SAVED, REGRESSIONS, Planner, edited
 
-from dyngran.compiler import check_output
+from dyngran.compiler.checks import check_output
+from dyngran.compiler.checks.comparison import Comparison, Verdict, compare
+from dyngran.compiler.checks.limits import Limits
 from dyngran.compiler.commands import check
-from dyngran.compiler.comparison import Comparison, Verdict, compare
-from dyngran.compiler.limits import Limits
-from dyngran.compiler.planfile import PlanDocument, Settings, dump_plan, load_plan, save_plan
+from dyngran.compiler.plans.planfile import PlanDocument, Settings, dump_plan, load_plan, save_plan
 from dyngran.passes.errors import DyngranError, TargetError
 
 LIMITS = Limits.parse()

@@ -10,7 +10,7 @@ import pytest
 from shown_plans import document_of, graph_plan, layers
 
 from dyngran.compiler.cli import COMMANDS, main
-from dyngran.compiler.planfile import dump_plan, save_plan
+from dyngran.compiler.plans.planfile import dump_plan, save_plan
 from dyngran.compiler.version import VERSION
 
 DOCUMENT = document_of(graph_plan(layers(3)))

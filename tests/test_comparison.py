@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from problems import Builder, problems
 
-from dyngran.compiler.check_output import blamed
+from dyngran.compiler.checks.check_output import blamed
+from dyngran.compiler.checks.comparison import Comparison, Metric, Verdict, compare
+from dyngran.compiler.checks.culprits import Topic
+from dyngran.compiler.checks.limits import Limit, Limits, Unit
+from dyngran.compiler.checks.sites import Site
 from dyngran.compiler.commands import diff
-from dyngran.compiler.comparison import Comparison, Metric, Verdict, compare
-from dyngran.compiler.culprits import Topic
-from dyngran.compiler.limits import Limit, Limits, Unit
-from dyngran.compiler.planfile import GraphBreak, GraphPlan, PlanDocument, save_plan
-from dyngran.compiler.sites import Site
+from dyngran.compiler.plans.planfile import GraphBreak, GraphPlan, PlanDocument, save_plan
 from dyngran.passes.decide import decide
 from dyngran.passes.errors import BudgetTooSmall, InvalidOption, PlanMismatch
 from dyngran.passes.fingerprint import fingerprint

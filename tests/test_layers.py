@@ -19,9 +19,10 @@ FLOORS = ("kernels", "passes", "runtime", "compiler", "dyngran")  # each may imp
 PRIVATE_TORCH = ("torch._functorch", "torch._inductor", "torch._dynamo", "torch._subclasses", "torch._prims")
 MAY_IMPORT_PRIVATE = {
     "compiler/torch_private.py": PRIVATE_TORCH,
-    "compiler/torch_emulation.py": PRIVATE_TORCH,  # and its two parts: private to the process that traces without a card
-    "compiler/torch_attention.py": PRIVATE_TORCH,
-    "compiler/torch_autocast.py": PRIVATE_TORCH,
+    "compiler/offline/torch_emulation.py": PRIVATE_TORCH,  # and its two parts: private to the process that traces without a card
+    "compiler/offline/torch_attention.py": PRIVATE_TORCH,
+    "compiler/offline/torch_autocast.py": PRIVATE_TORCH,
+    "compiler/offline/torch_fakes.py": PRIVATE_TORCH,
     "compiler/options.py": ("torch._inductor",),
 }
 NO_TORCH = ("passes/problem.py", "passes/plan.py", "passes/simulate.py", "passes/fuse.py", "passes/fingerprint.py", "passes/errors.py")

@@ -15,8 +15,8 @@ from shown_plans import document_of, graph_plan
 
 from dyngran.compiler.cli import main
 from dyngran.compiler.commands.max_batch import PRECISION, _planned
-from dyngran.compiler.largest_batch import FIRST_BATCHES, MAX_BATCH, BatchSearch
-from dyngran.compiler.planfile import PlanDocument, load_plan
+from dyngran.compiler.offline.largest_batch import FIRST_BATCHES, MAX_BATCH, BatchSearch
+from dyngran.compiler.plans.planfile import PlanDocument, load_plan
 from dyngran.passes.errors import BudgetTooSmall, PlanFileError
 from dyngran.passes.problem import Kind, Side
 
@@ -176,7 +176,7 @@ def test_frontier_from_one_end_to_the_other(capsys: pytest.CaptureFixture[str]) 
 def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_traced(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("dyngran.compiler.build.TraceProcess", _never)
+    monkeypatch.setattr("dyngran.compiler.offline.build.TraceProcess", _never)
     assert main([words[0], *COMMON, *words[1:]]) == 2
     assert "picture 'none/x.png' cannot be written: there is no folder" in capsys.readouterr().err
 

@@ -18,13 +18,13 @@ from problems import problems
 from shown_plans import MIB, document_of, graph_plan, layers
 from torch.cuda import _memory_viz as untyped_viz
 
-from dyngran.compiler.largest_batch import BatchPoint
-from dyngran.compiler.plan_picture import GraphPicture, pictures_of
-from dyngran.compiler.plan_png import MAX_GRAPHS, png, write_batches, write_frontier
-from dyngran.compiler.plan_snapshot import FirstFit, snapshot, snapshot_bytes
-from dyngran.compiler.plan_trace import trace_text
-from dyngran.compiler.planfile import GraphPlan, PlanDocument
-from dyngran.compiler.unplanned import Unplanned
+from dyngran.compiler.offline.largest_batch import BatchPoint
+from dyngran.compiler.pictures.plan_picture import GraphPicture, pictures_of
+from dyngran.compiler.pictures.plan_png import MAX_GRAPHS, png, write_batches, write_frontier
+from dyngran.compiler.pictures.plan_snapshot import FirstFit, snapshot, snapshot_bytes
+from dyngran.compiler.pictures.plan_trace import trace_text
+from dyngran.compiler.plans.planfile import GraphPlan, PlanDocument
+from dyngran.compiler.plans.unplanned import Unplanned
 from dyngran.passes.errors import PlanFileError, ToolMissing
 from dyngran.passes.problem import Problem
 

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from shown_plans import MIB, document_of, graph_plan, layers, shown, with_peak
 
-from dyngran.compiler.plan_html import COLOURS, page, palette
-from dyngran.compiler.plan_picture import BANDS, StepPicture, pictures_of
-from dyngran.compiler.planfile import GraphBreak, PlanDocument, save_plan
+from dyngran.compiler.pictures.plan_html import COLOURS, page, palette
+from dyngran.compiler.pictures.plan_picture import BANDS, StepPicture, pictures_of
+from dyngran.compiler.plans.planfile import GraphBreak, PlanDocument, save_plan
 from dyngran.passes.errors import format_bytes
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
@@ -115,7 +115,7 @@ def test_placeholders_in_the_file_stay_text() -> None:
 def test_every_band_has_a_colour() -> None:
     assert len(COLOURS) == len(BANDS) == len(set(BANDS))
     assert all(re.fullmatch(r"#[0-9a-f]{6}", colour) for colour in palette().values())
-    style = (Path(__file__).parent.parent / "compiler" / "plan_report.css").read_text()
+    style = (Path(__file__).parent.parent / "compiler" / "pictures" / "plan_report.css").read_text()
     assert all(style.count(f"--{name}: ") == 2 for name in COLOURS), "one for light, one for dark"
 
 
@@ -278,7 +278,7 @@ def test_the_screenshot_is_not_blank(browse: Browse, tmp_path: Path, scheme: str
     colours = pixels[..., 0] * 65536 + pixels[..., 1] * 256 + pixels[..., 2]
     counts = {colour: int((colours == colour).sum()) for colour in {int(colour) for colour in colours[::4, ::4].ravel()}}
     share = {colour: count / colours.size for colour, count in counts.items()}
-    style = (Path(__file__).parent.parent / "compiler" / "plan_report.css").read_text()
+    style = (Path(__file__).parent.parent / "compiler" / "pictures" / "plan_report.css").read_text()
     activation = re.findall(r"--activation: #([0-9a-f]{6})", style)[1 if scheme == "0" else 0]
     assert share.get(int(activation, 16), 0) > 0.01, "the area of activations is drawn in its colour"
     assert max(share.values()) < 0.9 and sum(count > 200 for count in counts.values()) >= 8

@@ -16,9 +16,9 @@ from problems import Builder, problems
 from torch import nn
 
 import dyngran
-from dyngran.compiler import plan_schema
 from dyngran.compiler.options import Codegen, Outputs
-from dyngran.compiler.planfile import (
+from dyngran.compiler.plans import plan_schema
+from dyngran.compiler.plans.planfile import (
     GraphBreak,
     GraphPlan,
     Origin,
@@ -397,7 +397,7 @@ def test_what_other_versions_add_is_kept() -> None:
 
 def test_the_shipped_schema_is_that_of_the_reader() -> None:
     shipped = (Path(plan_schema.__file__).parent / "plan.schema.json").read_text()
-    assert shipped == plan_schema.schema_text(), "write it anew: python -m dyngran.compiler.plan_schema"
+    assert shipped == plan_schema.schema_text(), "write it anew: python -m dyngran.compiler.plans.plan_schema"
     jsonschema.validate(json.loads(GOLDEN), json.loads(shipped))
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import dyngran
 from dyngran.compiler import registry
-from dyngran.compiler.planfile import load_plan
+from dyngran.compiler.plans.planfile import load_plan
 from dyngran.compiler.store import recall_saved, recall_schedule, remember_saved, remember_schedule
 from dyngran.compiler.strategy import LOSS_BYTES, Strategy
 from dyngran.errors import BudgetTooSmall

@@ -30,7 +30,7 @@ from dyngran.compiler import registry
 from dyngran.compiler.capture import Captured
 from dyngran.compiler.order_rules import order_rules
 from dyngran.compiler.partition import check_runnable, partition
-from dyngran.compiler.planfile import GraphPlan, PlanDocument, load_plan, save_plan
+from dyngran.compiler.plans.planfile import GraphPlan, PlanDocument, load_plan, save_plan
 from dyngran.compiler.unroll import nodes_of_ops
 from dyngran.passes.errors import BudgetTooSmall, GraphBroken, InvalidOption, PlanMismatch
 from dyngran.passes.order_rules import OrderRules, at_the_ends, check_order

@@ -11,10 +11,10 @@ import pytest
 from problems import chain
 from shown_plans import MIB, document_of, graph_plan, layers, shown, with_peak
 
-from dyngran.compiler.output_file import write_file
-from dyngran.compiler.plan_picture import OUTSIDE, pictures_of
-from dyngran.compiler.plan_sketch import ASCII, NUM_ROWS, sketch
-from dyngran.compiler.planfile import GraphBreak, Origin, PlanDocument, Settings, dump_plan, load_plan, save_plan
+from dyngran.compiler.pictures.plan_picture import OUTSIDE, pictures_of
+from dyngran.compiler.pictures.plan_sketch import ASCII, NUM_ROWS, sketch
+from dyngran.compiler.plans.output_file import write_file
+from dyngran.compiler.plans.planfile import GraphBreak, Origin, PlanDocument, Settings, dump_plan, load_plan, save_plan
 from dyngran.passes.errors import PlanFileError, format_bytes, format_us
 from dyngran.passes.plan import Action, Schedule
 from dyngran.passes.problem import Kind, Problem

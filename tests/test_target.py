@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from dyngran.compiler.build import TraceProcess
 from dyngran.compiler.cli import INTERRUPTED, main
-from dyngran.compiler.planfile import PlanDocument, Settings
-from dyngran.compiler.target import Target, call_target, load_callable
+from dyngran.compiler.offline.build import TraceProcess
+from dyngran.compiler.offline.target import Target, call_target, load_callable
+from dyngran.compiler.plans.planfile import PlanDocument, Settings
 from dyngran.passes.errors import DyngranError, TargetError
 from dyngran.passes.problem import Kind
 
@@ -518,7 +518,7 @@ def test_bad_arguments_are_one_sentence_before_anything_is_traced(
     (folder / "read-only").mkdir(mode=0o500)
     if os.geteuid() == 0:  # to whom nothing is read-only
         monkeypatch.setattr("os.access", lambda path, mode: not str(path).endswith("read-only"))
-    monkeypatch.setattr("dyngran.compiler.build.TraceProcess", never)
+    monkeypatch.setattr("dyngran.compiler.offline.build.TraceProcess", never)
     assert main(["build", "user.py:make", *words]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -12,7 +12,7 @@ import pytest
 from problems import transformer
 
 from dyngran.compiler.commands import check
-from dyngran.compiler.planfile import GraphPlan, PlanDocument, Settings, load_plan, save_plan
+from dyngran.compiler.plans.planfile import GraphPlan, PlanDocument, Settings, load_plan, save_plan
 from dyngran.passes.decide import decide
 from dyngran.passes.errors import InvalidBudget, InvalidOption
 from dyngran.passes.fingerprint import fingerprint

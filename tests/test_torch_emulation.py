@@ -32,7 +32,7 @@ class Emulated:
         from torch._subclasses import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-        from dyngran.compiler.torch_emulation import emulate_cuda
+        from dyngran.compiler.offline.torch_emulation import emulate_cuda
 
         emulate_cuda(capability)
         self.capability = capability
@@ -284,7 +284,7 @@ def switches(child: Emulated) -> Answers:
 
 def choices(child: Emulated) -> Answers:
     """The backend of every call on other cards than the child's, with gradients."""
-    from dyngran.compiler import torch_attention
+    from dyngran.compiler.offline import torch_attention
 
     answers: Answers = {}
     with child.mode:
@@ -379,7 +379,7 @@ def test_autocast_is_seen_and_left_as_on_cuda() -> None:
 
 
 def test_a_torch_without_headers_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from dyngran.compiler import torch_autocast
+    from dyngran.compiler.offline import torch_autocast
 
     registered: list[str] = []
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from dyngran.compiler.budget import Budget, parse_bytes
 from dyngran.compiler.options import Codegen, Outputs
-from dyngran.compiler.planfile import Settings
+from dyngran.compiler.plans.planfile import Settings
 from dyngran.passes.devices import DEVICES, find_device, match_device
 from dyngran.passes.errors import InvalidOption
 from dyngran.passes.solvers.portfolio import SOLVERS

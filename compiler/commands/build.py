@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from dyngran.compiler.commands import asking
-from dyngran.compiler.plan_terminal import output_console
+from dyngran.compiler.pictures.plan_terminal import output_console
 
 
 def add(commands: Any) -> None:
@@ -26,10 +26,10 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Trace, plan, write, and say what came out."""
-    from dyngran.compiler.build import BuildRequest
-    from dyngran.compiler.build import build as build_plan
-    from dyngran.compiler.output_file import check_writable
-    from dyngran.compiler.planfile import save_plan
+    from dyngran.compiler.offline.build import BuildRequest
+    from dyngran.compiler.offline.build import build as build_plan
+    from dyngran.compiler.plans.output_file import check_writable
+    from dyngran.compiler.plans.planfile import save_plan
     from dyngran.passes.errors import format_bytes, format_us
 
     path = options.output

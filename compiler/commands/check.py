@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 from rich.console import Console
 
-from dyngran.compiler import check_output
 from dyngran.compiler.budget import Budget
-from dyngran.compiler.comparison import Comparison, compare
-from dyngran.compiler.limits import MAX_PEAK, MAX_SAVED, MAX_STEP, Limits
-from dyngran.compiler.output_file import write_file
-from dyngran.compiler.plan_terminal import output_console, plain
-from dyngran.compiler.planfile import PlanDocument, Settings, load_plan, save_plan
-from dyngran.compiler.source_files import SourceFiles
+from dyngran.compiler.checks import check_output
+from dyngran.compiler.checks.comparison import Comparison, compare
+from dyngran.compiler.checks.limits import MAX_PEAK, MAX_SAVED, MAX_STEP, Limits
+from dyngran.compiler.checks.source_files import SourceFiles
+from dyngran.compiler.pictures.plan_terminal import output_console, plain
+from dyngran.compiler.plans.output_file import write_file
+from dyngran.compiler.plans.planfile import PlanDocument, Settings, load_plan, save_plan
 from dyngran.passes.errors import BudgetTooSmall, DyngranError, format_bytes_up
 
 SAME, REGRESSION = 0, 1  # 2, cannot compare, is what a DyngranError becomes
@@ -117,8 +117,8 @@ def settings_of(document: PlanDocument) -> Settings:
 
 def build_fresh(target: str, settings: Settings, codegen: str) -> PlanDocument:
     """Trace and plan in a process of its own. Raises DyngranError."""
-    from dyngran.compiler.build import BuildRequest, build
     from dyngran.compiler.commands import asking
+    from dyngran.compiler.offline.build import BuildRequest, build
 
     with asking.telling(asking.error_console()) as tell:
         return build(BuildRequest(target=target, settings=settings, codegen=codegen), tell)

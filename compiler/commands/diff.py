@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dyngran.compiler.check_output import bullet
-from dyngran.compiler.culprits import Culprit, culprits_of
-from dyngran.compiler.limits import Unit
-from dyngran.compiler.plan_terminal import action_of, output_console, plain
-from dyngran.compiler.planfile import PlanDocument, load_plan
-from dyngran.compiler.step_pair import StepPair
-from dyngran.compiler.unplanned import unplanned_step
+from dyngran.compiler.checks.check_output import bullet
+from dyngran.compiler.checks.culprits import Culprit, culprits_of
+from dyngran.compiler.checks.limits import Unit
+from dyngran.compiler.checks.step_pair import StepPair
+from dyngran.compiler.pictures.plan_terminal import action_of, output_console, plain
+from dyngran.compiler.plans.planfile import PlanDocument, load_plan
+from dyngran.compiler.plans.unplanned import unplanned_step
 from dyngran.passes.errors import format_bytes
 from dyngran.passes.plan import Action
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from dyngran.compiler.commands import asking
-from dyngran.compiler.output_file import check_writable
-from dyngran.compiler.plan_terminal import output_console
-from dyngran.compiler.planfile import GraphPlan, PlanDocument
+from dyngran.compiler.pictures.plan_terminal import output_console
+from dyngran.compiler.plans.output_file import check_writable
+from dyngran.compiler.plans.planfile import GraphPlan, PlanDocument
 from dyngran.passes.errors import format_bytes, format_us
 
 NUM_ROWS = 16
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
         check_writable(options.png, what="picture")
     document = _document(options)
     if options.png is not None:
-        from dyngran.compiler.plan_png import write_frontier
+        from dyngran.compiler.pictures.plan_png import write_frontier
 
         write_frontier(document, Path(options.png))
     if options.json:
@@ -57,10 +57,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _document(options: argparse.Namespace) -> PlanDocument:
     if options.target.endswith(".json"):
-        from dyngran.compiler.planfile import load_plan
+        from dyngran.compiler.plans.planfile import load_plan
 
         return load_plan(options.target)
-    from dyngran.compiler.build import BuildRequest, build
+    from dyngran.compiler.offline.build import BuildRequest, build
 
     settings = asking.settings_from(options, budget=None, batch=options.batch)
     with asking.telling(asking.error_console()) as tell:
@@ -70,7 +70,7 @@ def _document(options: argparse.Namespace) -> PlanDocument:
 def _table(title: str, graph: GraphPlan, *, shows_all: bool) -> Any:
     from rich.table import Table
 
-    from dyngran.compiler.unplanned import unplanned_graph
+    from dyngran.compiler.plans.unplanned import unplanned_graph
 
     points, free = graph.frontier, unplanned_graph(graph)
     if not shows_all and len(points) > NUM_ROWS:

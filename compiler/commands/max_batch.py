@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from dyngran.compiler.commands import asking
-from dyngran.compiler.largest_batch import FIRST_BATCHES, BatchPoint, BatchSearch
-from dyngran.compiler.plan_terminal import output_console
-from dyngran.compiler.planfile import PlanDocument, Settings
+from dyngran.compiler.offline.largest_batch import FIRST_BATCHES, BatchPoint, BatchSearch
+from dyngran.compiler.pictures.plan_terminal import output_console
+from dyngran.compiler.plans.planfile import PlanDocument, Settings
 from dyngran.passes.errors import BudgetTooSmall, TargetError, format_bytes, format_bytes_up, format_us
 
 PRECISION = 500  # the batch that is planned is at most one in so many smaller than the largest
@@ -36,9 +36,9 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Search, plan the largest, print the curve."""
-    from dyngran.compiler.build import TraceProcess
-    from dyngran.compiler.output_file import check_writable
-    from dyngran.compiler.planfile import save_plan
+    from dyngran.compiler.offline.build import TraceProcess
+    from dyngran.compiler.plans.output_file import check_writable
+    from dyngran.compiler.plans.planfile import save_plan
 
     if options.output is not None:
         check_writable(options.output, what="plan file")
@@ -101,7 +101,7 @@ def _show(
     options: argparse.Namespace, points: tuple[BatchPoint, ...], document: PlanDocument, *, batch: int, without: int, budget_bytes: int
 ) -> None:
     if options.png is not None:
-        from dyngran.compiler.plan_png import write_batches
+        from dyngran.compiler.pictures.plan_png import write_batches
 
         write_batches(points, Path(options.png), budget_bytes=budget_bytes, batch=batch, without=without)
     if options.json:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from dyngran.compiler.output_file import write_file
-from dyngran.compiler.plan_picture import GraphPicture, pictures_of
-from dyngran.compiler.plan_terminal import NUM_LARGEST, output_console, plain, print_document
-from dyngran.compiler.planfile import PlanDocument, dump_plan, load_plan
+from dyngran.compiler.pictures.plan_picture import GraphPicture, pictures_of
+from dyngran.compiler.pictures.plan_terminal import NUM_LARGEST, output_console, plain, print_document
+from dyngran.compiler.plans.output_file import write_file
+from dyngran.compiler.plans.planfile import PlanDocument, dump_plan, load_plan
 from dyngran.passes.errors import PlanFileError, format_bytes
 
 if TYPE_CHECKING:
@@ -84,25 +84,25 @@ def _check_outputs(source: str, outputs: Sequence[tuple[str, str]]) -> None:
 
 
 def _html(document: PlanDocument, pictures: Pictures, name: str) -> bytes:
-    from dyngran.compiler.plan_html import page
+    from dyngran.compiler.pictures.plan_html import page
 
     return page(document, pictures, name).encode()
 
 
 def _png(document: PlanDocument, pictures: Pictures, name: str) -> bytes:
-    from dyngran.compiler.plan_png import png
+    from dyngran.compiler.pictures.plan_png import png
 
     return png(pictures, name)
 
 
 def _trace(document: PlanDocument, pictures: Pictures, name: str) -> bytes:
-    from dyngran.compiler.plan_trace import trace_text
+    from dyngran.compiler.pictures.plan_trace import trace_text
 
     return trace_text(document, pictures, name).encode()
 
 
 def _snapshot(document: PlanDocument, pictures: Pictures, name: str) -> bytes:
-    from dyngran.compiler.plan_snapshot import snapshot_bytes
+    from dyngran.compiler.pictures.plan_snapshot import snapshot_bytes
 
     return snapshot_bytes(pictures)
 

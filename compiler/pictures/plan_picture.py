@@ -1,6 +1,6 @@
 """The data behind every picture of a plan: each graph's step before and after the plan, what is live when, and what is held beside it.
 
-*Before* is the step of a person who has no budget (`compiler.unplanned`), beside what earlier graphs of the step then save.
+*Before* is the step of a person who has no budget (`compiler.plans.unplanned`), beside what earlier graphs of the step then save.
 Both steps are simulated from the problem in the plan file, so nothing needs to be traced.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from dyngran.compiler.planfile import GraphPlan, PlanDocument
-from dyngran.compiler.unplanned import unplanned_saved
+from dyngran.compiler.plans.planfile import GraphPlan, PlanDocument
+from dyngran.compiler.plans.unplanned import unplanned_saved
 from dyngran.passes.errors import PlanFileError, format_bytes
 from dyngran.passes.live_ranges import LiveRange, LiveStep, live_step_of
 from dyngran.passes.plan import Plan

@@ -12,8 +12,8 @@ from os import PathLike, fspath
 import torch
 
 from dyngran.compiler.options import Outputs
-from dyngran.compiler.planfile import GraphPlan, Origin, PlanDocument
-from dyngran.compiler.unplanned import unplanned_saved
+from dyngran.compiler.plans.planfile import GraphPlan, Origin, PlanDocument
+from dyngran.compiler.plans.unplanned import unplanned_saved
 from dyngran.passes.correspondence import Correspondence, correspondence
 from dyngran.passes.errors import PlanMismatch, format_bytes
 from dyngran.passes.isomorphism import Isomorphism, isomorphism
@@ -33,8 +33,8 @@ class AppliedPlan:
 
     Attributes:
         stored: the plan as the file has it. saved, schedule: here.
-        share: of the bytes that a step saves, by the plan or by torch's own partition, those found here. is_unchanged: the graphs are equal, so that the plan is taken
-            as it is. notes: sentences for `explain`.
+        share: of the bytes that a step saves, by the plan or by torch's own partition, those found here.
+        is_unchanged: the graphs are equal, so that the plan is taken as it is. notes: sentences for `explain`.
     """
 
     stored: GraphPlan

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dyngran.compiler.planfile import PlanDocument
-from dyngran.compiler.unplanned import Unplanned, unplanned_step
+from dyngran.compiler.plans.planfile import PlanDocument
+from dyngran.compiler.plans.unplanned import Unplanned, unplanned_step
 
 MAX_BATCH = 2**24
 FIRST_BATCHES = (2, 4)  # not 1: sizes of 1 are traced as constants, and batch norm refuses them

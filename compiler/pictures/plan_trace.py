@@ -11,9 +11,9 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dyngran.compiler.plan_picture import GraphPicture, StepPicture
-from dyngran.compiler.plan_terminal import plain
-from dyngran.compiler.planfile import PlanDocument
+from dyngran.compiler.pictures.plan_picture import GraphPicture, StepPicture
+from dyngran.compiler.pictures.plan_terminal import plain
+from dyngran.compiler.plans.planfile import PlanDocument
 
 FORWARD_TRACK, BACKWARD_TRACK = 1, 2
 COUNTER = "bytes live"

@@ -40,7 +40,7 @@ MAX_TEXT = 300  # characters of what a library says, in a sentence of ours
 
 _OURS = (
     Path(torch.__file__).parent,
-    *(Path(__file__).resolve().parents[1] / floor for floor in ("compiler", "runtime", "passes", "kernels")),
+    *(Path(__file__).resolve().parents[2] / floor for floor in ("compiler", "runtime", "passes", "kernels")),
 )
 _LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
 _READS_NUMBERS = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")

@@ -7,24 +7,31 @@ on the CPU (`torch_emulation`), and the tensors are taken to be on the card whil
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext
-from torch._subclasses import FakeTensor, FakeTensorMode
 
 from dyngran.compiler import torch_private
-from dyngran.compiler.offline_graph import OfflineGraph
+from dyngran.compiler.offline.offline_graph import OfflineGraph
+from dyngran.compiler.offline.overrides import with_batch, with_dtype
+from dyngran.compiler.offline.target import (
+    DTYPES,
+    Target,
+    call_target,
+    described,
+    hint_of,
+    load_callable,
+    reads_numbers,
+    without_data,
+)
+from dyngran.compiler.offline.torch_emulation import emulate_cuda, let_fake_modules_move
+from dyngran.compiler.offline.torch_fakes import tests_denied, to_fake
 from dyngran.compiler.options import Options, parse_options
-from dyngran.compiler.planfile import GraphBreak, Origin, PlanDocument, Settings
-from dyngran.compiler.planned_document import document_of
-from dyngran.compiler.target import DTYPES, Target, call_target, described, hint_of, load_callable, reads_numbers, user_place, without_data
-from dyngran.compiler.torch_emulation import emulate_cuda, let_fake_modules_move
+from dyngran.compiler.plans.planfile import GraphBreak, Origin, PlanDocument, Settings
+from dyngran.compiler.plans.planned_document import document_of
 from dyngran.passes.devices import DeviceSpec, find_device
 from dyngran.passes.errors import TargetError
 from dyngran.runtime.memory import imagined_device
@@ -155,7 +162,7 @@ class Tracer:
             target, step, optimizer = self._prepared(settings, mode)
             compiled = torch.compile(step, backend=backend, dynamic=True if settings.dynamic else None, fullgraph=is_whole)
             try:
-                with _autocast(target, self.place.traced_on), _tests_denied(denied):
+                with _autocast(target, self.place.traced_on), tests_denied(denied):
                     compiled(*target.inputs, **target.keywords)
             except (Exception, SystemExit) as error:
                 cause = failures[-1] if failures else error
@@ -176,15 +183,15 @@ class Tracer:
             return imagined_device(place.spec.memory_bytes, library_bytes=place.spec.library_bytes)
         return contextlib.nullcontext()
 
-    def _prepared(self, settings: Settings, mode: FakeTensorMode) -> tuple[Target, Callable[..., Any], object]:
+    def _prepared(self, settings: Settings, mode: Any) -> tuple[Target, Callable[..., Any], object]:
         """The target on its device with the overrides, its step, and its optimizer."""
         with self.place.traced_on:  # what a target makes without naming a device
             target, taken = call_target(self._make, self._spec, batch=settings.batch, dtype=settings.dtype)
-        target = without_data(target, lambda tensor: _fake(tensor, mode))
+        target = without_data(target, lambda tensor: to_fake(tensor, mode))
         if settings.batch is not None and "batch" not in taken:
-            target = _with_batch(target, settings.batch)
+            target = with_batch(target, settings.batch)
         if settings.dtype is not None and "dtype" not in taken:
-            target = _with_dtype(target, DTYPES[settings.dtype])
+            target = with_dtype(target, DTYPES[settings.dtype])
         target = self._on_device(target)
         for module in target.module.modules() if target.module is not None else ():
             module._compiled_call_impl = None  # by Module.compile: here the step is compiled as a whole, and by dyngran
@@ -219,16 +226,6 @@ class Tracer:
         return target.mapped(lambda tensor: tensor.to(device))
 
 
-def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """The tensor without its data, for this trace: a model that the file makes once for all has met another before."""
-    if not isinstance(tensor, FakeTensor):
-        return mode.from_tensor(tensor, static_shapes=True)
-    if tensor.fake_mode is mode:
-        return tensor
-    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return torch.nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else made
-
-
 def _step_of(target: Target) -> Callable[..., Any]:
     model, loss, targets = target.model, target.loss, target.targets
     if loss is None:
@@ -248,55 +245,9 @@ def _breaks_of(graphs: Sequence[OfflineGraph], denied: Sequence[str]) -> list[Gr
 
 
 @contextlib.contextmanager
-def _tests_denied(denied: list[str]) -> Iterator[None]:
-    """Between graphs Python may test a tensor, as layer drop and checks for NaN do: without numbers it is false, and its place noted."""
-    fakes: Any = FakeTensor
-    ask = fakes.__bool__
-
-    def answer(tensor: Any) -> bool:
-        if TracingContext.try_get() is not None or tensor.constant is not None:
-            return bool(ask(tensor))
-        file, line = user_place([(frame.filename, frame.lineno) for frame in traceback.extract_stack()])
-        denied.append(f"{Path(file).name}:{line}")
-        return False
-
-    fakes.__bool__ = torch.compiler.disable(answer)  # type: ignore[no-untyped-call]  # or Dynamo would trace it between graphs
-    try:
-        yield
-    finally:
-        del fakes.__bool__
-
-
-@contextlib.contextmanager
 def _autocast(target: Target, device: torch.device) -> Iterator[None]:
     if target.autocast is None:
         yield
         return
     with torch.autocast(device.type, dtype=target.autocast):
         yield
-
-
-def _with_batch(target: Target, batch: int) -> Target:
-    """Every input and target whose first dimension is that of the first input gets another one."""
-    first = next((t for t in torch_private.tensors_in((target.inputs, dict(target.keywords))) if t.dim()), None)
-    if first is None:
-        raise TargetError("--batch: the target has no input with a first dimension. Let its function take an argument named batch.")
-    before = first.shape[0]
-    return target.mapped(lambda t: _resized(t, batch) if t.dim() and t.shape[0] == before else t)
-
-
-def _resized(tensor: torch.Tensor, batch: int) -> torch.Tensor:
-    is_last = tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
-    made = torch.empty(
-        (batch, *tensor.shape[1:]),
-        dtype=tensor.dtype,
-        device=tensor.device,
-        memory_format=torch.channels_last if is_last else torch.contiguous_format,
-    )
-    return made.requires_grad_(tensor.requires_grad)
-
-
-def _with_dtype(target: Target, dtype: torch.dtype) -> Target:
-    if target.module is not None:
-        target.module.to(dtype)
-    return target.mapped(lambda t: t.detach().to(dtype).requires_grad_(t.requires_grad) if t.is_floating_point() else t)

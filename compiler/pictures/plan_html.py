@@ -15,9 +15,9 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from dyngran.compiler.plan_picture import BANDS, WORKSPACE, GraphPicture, StepPicture
-from dyngran.compiler.plan_terminal import action_of, graph_rows, largest_first, made_rows, plain
-from dyngran.compiler.planfile import PlanDocument
+from dyngran.compiler.pictures.plan_picture import BANDS, WORKSPACE, GraphPicture, StepPicture
+from dyngran.compiler.pictures.plan_terminal import action_of, graph_rows, largest_first, made_rows, plain
+from dyngran.compiler.plans.planfile import PlanDocument
 from dyngran.compiler.report_rows import merge_alike, region_rows
 from dyngran.passes.errors import format_bytes, format_us
 
@@ -73,7 +73,7 @@ def palette() -> dict[str, str]:
 
 
 def _resource(name: str) -> str:
-    return files("dyngran.compiler").joinpath(name).read_text(encoding="utf-8")
+    return files("dyngran.compiler.pictures").joinpath(name).read_text(encoding="utf-8")
 
 
 def _embedded(content: object) -> str:

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dyngran.compiler.comparison import Comparison, Metric, Verdict
-from dyngran.compiler.culprits import Culprit, Topic
-from dyngran.compiler.plan_terminal import plain
-from dyngran.compiler.source_files import SourceFiles
+from dyngran.compiler.checks.comparison import Comparison, Metric, Verdict
+from dyngran.compiler.checks.culprits import Culprit, Topic
+from dyngran.compiler.checks.source_files import SourceFiles
+from dyngran.compiler.pictures.plan_terminal import plain
 
 COLUMNS = 80
 MAX_BLAMED = 3  # sentences for each topic

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from dyngran.compiler.planfile import GraphBreak, GraphPlan, Origin, PlanDocument, Settings, for_file
 from dyngran.compiler.planned_graph import PlannedGraph
+from dyngran.compiler.plans.planfile import GraphBreak, GraphPlan, Origin, PlanDocument, Settings, for_file
 
 MAX_POINTS = 64  # of a frontier
 

@@ -15,8 +15,8 @@ from bisect import insort
 from collections.abc import Sequence
 from typing import Any
 
-from dyngran.compiler.plan_picture import WORKSPACE, GraphPicture
-from dyngran.compiler.plan_terminal import plain
+from dyngran.compiler.pictures.plan_picture import WORKSPACE, GraphPicture
+from dyngran.compiler.pictures.plan_terminal import plain
 
 PROTOCOL = 4
 BASE_ADDRESS, DEVICE_STRIDE = 0x7F0000000000, 1 << 44

@@ -9,11 +9,11 @@ from math import log
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dyngran.compiler.output_file import write_file
-from dyngran.compiler.plan_html import palette
-from dyngran.compiler.plan_picture import GraphPicture, pictures_of
-from dyngran.compiler.plan_terminal import plain
-from dyngran.compiler.planfile import PlanDocument
+from dyngran.compiler.pictures.plan_html import palette
+from dyngran.compiler.pictures.plan_picture import GraphPicture, pictures_of
+from dyngran.compiler.pictures.plan_terminal import plain
+from dyngran.compiler.plans.output_file import write_file
+from dyngran.compiler.plans.planfile import PlanDocument
 from dyngran.passes.errors import ToolMissing, format_bytes, format_us
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-    from dyngran.compiler.largest_batch import BatchPoint
+    from dyngran.compiler.offline.largest_batch import BatchPoint
 
 MAX_GRAPHS = 8  # of a step, in one picture; a page has no such limit
 MAX_COLUMNS = 1500  # more than there are pixels

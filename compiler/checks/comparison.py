@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from dyngran.compiler.culprits import Culprit, Topic, culprits_of
-from dyngran.compiler.limits import Limit, Limits, Unit
-from dyngran.compiler.planfile import PlanDocument
-from dyngran.compiler.step_pair import Planned, StepPair
+from dyngran.compiler.checks.culprits import Culprit, Topic, culprits_of
+from dyngran.compiler.checks.limits import Limit, Limits, Unit
+from dyngran.compiler.checks.step_pair import Planned, StepPair
+from dyngran.compiler.plans.planfile import PlanDocument
 from dyngran.passes.errors import BudgetTooSmall, PlanMismatch
 
 LEAST_PEAK_ROOM = 0.03  # a copy of 0.5 % of the bytes, added to three blocks, moved what the search found by 2 % in either direction

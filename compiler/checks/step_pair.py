@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from dyngran.compiler.planfile import PlanDocument
-from dyngran.compiler.unplanned import unplanned_saved
-from dyngran.compiler.whole_step import Pairing, Prices, pair_whole_steps
+from dyngran.compiler.checks.whole_step import Pairing, Prices, pair_whole_steps
+from dyngran.compiler.plans.planfile import PlanDocument
+from dyngran.compiler.plans.unplanned import unplanned_saved
 from dyngran.passes.isomorphism import Isomorphism, isomorphism
 from dyngran.passes.plan import Plan, Schedule
 from dyngran.passes.problem import Kind, Problem

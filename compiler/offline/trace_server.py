@@ -1,7 +1,7 @@
 """The process that traces: it answers requests for plans of one target until its input ends.
 
 Requests and answers are JSON objects, one to a line, over two pipes whose numbers are its arguments; what the user's code prints goes where
-standard output goes. It is started by `compiler.build` and shares nothing with its parent: emulating a card changes it for good.
+standard output goes. It is started by `compiler.offline.build` and shares nothing with its parent: emulating a card changes it for good.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from dyngran.compiler.options import Outputs
-from dyngran.compiler.planfile import Settings, dump_plan
+from dyngran.compiler.plans.planfile import Settings, dump_plan
 from dyngran.passes.errors import BudgetTooSmall, DyngranError
 
 
@@ -43,13 +43,13 @@ def main(arguments: list[str]) -> None:
 
 
 def _tracer(target: str, profile: str | None) -> Any:
-    from dyngran.compiler.offline import Tracer, find_place
+    from dyngran.compiler.offline.tracer import Tracer, find_place
 
     return Tracer(target, find_place(profile))
 
 
 def _described(error: Exception) -> str:
-    from dyngran.compiler.target import described
+    from dyngran.compiler.offline.target import described
 
     return described(error)
 

@@ -9,7 +9,7 @@ from math import ceil
 
 from rich.text import Text
 
-from dyngran.compiler.plan_picture import GraphPicture, StepPicture
+from dyngran.compiler.pictures.plan_picture import GraphPicture, StepPicture
 from dyngran.passes.errors import format_bytes
 
 NUM_ROWS = 10

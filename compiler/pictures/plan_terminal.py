@@ -11,9 +11,9 @@ from rich.console import Console, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from dyngran.compiler.plan_picture import GraphPicture
-from dyngran.compiler.plan_sketch import ASCII, UNICODE, sketch
-from dyngran.compiler.planfile import Origin, PlanDocument
+from dyngran.compiler.pictures.plan_picture import GraphPicture
+from dyngran.compiler.pictures.plan_sketch import ASCII, UNICODE, sketch
+from dyngran.compiler.plans.planfile import Origin, PlanDocument
 from dyngran.compiler.report_rows import RegionRow, merge_alike, region_rows
 from dyngran.compiler.report_sheet import Sheet, Table, render_rich
 from dyngran.passes.errors import format_bytes, format_us

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from dyngran.compiler.planfile import GraphBreak
-from dyngran.compiler.sites import Groups, Key, Site, SiteGroup, grouped
-from dyngran.compiler.step_pair import Step, StepPair
+from dyngran.compiler.checks.sites import Groups, Key, Site, SiteGroup, grouped
+from dyngran.compiler.checks.step_pair import Step, StepPair
+from dyngran.compiler.plans.planfile import GraphBreak
 from dyngran.passes.errors import BudgetTooSmall, format_bytes, format_us
 
 WORTH_NAMING = 1e-4  # of what the committed step saves, holds or takes

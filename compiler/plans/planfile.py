@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from dyngran.compiler.options import Codegen, Outputs
-from dyngran.compiler.output_file import write_file
-from dyngran.compiler.plan_schema import (
+from dyngran.compiler.plans.output_file import write_file
+from dyngran.compiler.plans.plan_schema import (
     SCHEMA,
     BreakForm,
     DecisionForm,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dyngran.compiler.planfile import GraphPlan, PlanDocument
+from dyngran.compiler.plans.planfile import GraphPlan, PlanDocument
 from dyngran.passes.problem import Problem
 from dyngran.passes.simulate import Simulator
 

@@ -35,7 +35,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 from torch.library import Library
 
-from dyngran.compiler import torch_attention, torch_autocast
+from dyngran.compiler.offline import torch_attention, torch_autocast
 
 Register = torch_autocast.Register
 

@@ -11,9 +11,9 @@ from torch import fx
 
 from dyngran.compiler import torch_private
 from dyngran.compiler.accounting import WrapperAccount
+from dyngran.compiler.offline.torch_emulation import seen_on_card
 from dyngran.compiler.options import Codegen, Options
 from dyngran.compiler.planned_graph import PlannedGraph
-from dyngran.compiler.torch_emulation import seen_on_card
 
 
 class OfflineGraph(PlannedGraph):

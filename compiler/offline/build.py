@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from dyngran.compiler.planfile import PlanDocument, Settings, parse_plan
-from dyngran.compiler.trace_server import written_settings
+from dyngran.compiler.offline.trace_server import written_settings
+from dyngran.compiler.plans.planfile import PlanDocument, Settings, parse_plan
 from dyngran.passes import errors
 from dyngran.passes.errors import BudgetTooSmall, DyngranError, TargetError
 
 # Not `-m`: that puts the current folder first, where a folder named like one of ours would be taken for it.
-START = "import sys; sys.path[:] = [p for p in sys.path if p]; from dyngran.compiler.trace_server import main; main(sys.argv[1:])"
+START = "import sys; sys.path[:] = [p for p in sys.path if p]; from dyngran.compiler.offline.trace_server import main; main(sys.argv[1:])"
 KEPT_OUTPUT_BYTES = 2000  # of what the target printed: shown if it fails
 
 

@@ -1,0 +1,1 @@
+"""A plan as people look at it: terminal, page, picture, trace, snapshot."""

@@ -1,0 +1,1 @@
+"""Plan files: what they hold, and how one is applied to the graph at hand."""
