@@ -31,11 +31,11 @@ train.py:make is a function that returns (model, inputs); `dyngran-plan build
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code. argparse leaves with 2 on arguments that it does not know."""
     given = sys.argv[1:] if arguments is None else arguments
-    options = parser(given).parse_args(given)
     if sys.stdout is None:  # `>&-`
         print("dyngran-plan: cannot write the output: standard output is closed.", file=sys.stderr)
         return 2
     try:
+        options = parser(given).parse_args(given)
         code: int = options.run(options)
         sys.stdout.flush()
     except DyngranError as error:

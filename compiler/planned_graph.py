@@ -52,11 +52,13 @@ class PlannedGraph:
         plan: the plan in force, None for graphs without backward and before compilation.
         strategy: problem, planner and simulator behind it.
         is_offline: the graph is planned and never generated (`OfflineGraph`).
+        num_runs: how often it ran in the step that was traced; 1 where that is not counted.
         graph_break: (reason, "file.py:12") of the break that follows this graph, if one does.
         notes: sentences for `explain`. observer: what was measured while it ran.
     """
 
     is_offline = False
+    num_runs = 1
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> None:
         self.options = options

@@ -219,7 +219,9 @@ class Strategy:
                 budget_bytes=budget_bytes or 0,
                 least_peak_bytes=error.least_peak_bytes + extra + self.refusal_room_bytes,
                 pinned=error.pinned,
-                hint=error.hint + (PART_HINT if tight else self.hint_of_outputs(error.least_peak_bytes)),
+                hint=error.hint
+                + self._hint_of_room(error.least_peak_bytes)
+                + (PART_HINT if tight else self.hint_of_outputs(error.least_peak_bytes)),
             ) from None
         peak_bytes = self._peak_of(plan.saved) if plan.schedule is None else plan.peak_bytes
         if not plan.bound and not self.takes_file:
@@ -445,6 +447,13 @@ class Strategy:
             f" A loop that holds what the model returns ({format_bytes(outputs_bytes)}) until the next call has returned may need "
             f"{format_bytes(beyond_bytes)} more: delete it before the next call."
         )
+
+    def _hint_of_room(self, need_bytes: int) -> str:
+        """What of a need is room for what only the device can tell, where plans are made without it."""
+        room_bytes = need_bytes - self._peak_within(need_bytes)
+        if not self.is_offline or room_bytes <= LOSS_BYTES:
+            return ""
+        return f" {format_bytes(room_bytes)} of that are room for what only the device can tell."
 
     def _outputs_bytes(self) -> int:
         return sum(self.problem.values[value].size_bytes for value in self.problem.forward_outputs)

@@ -67,7 +67,7 @@ def test_a_harmless_edit_changes_nothing(planner: Planner, committed: Callable[[
 @pytest.mark.xdist_group("check")
 def test_a_budget_is_kept_by_more_recompute_and_the_growth_is_seen_all_the_same(planner: Planner) -> None:
     before, after = (
-        planner.plan(name, edit, codegen="inductor", budget="90MiB") for name, edit in (("committed", ()), ("dropout", DROPOUT))
+        planner.plan(name, edit, codegen="inductor", budget="122MiB") for name, edit in (("committed", ()), ("dropout", DROPOUT))
     )
     comparison = compare(before, after, LIMITS)
     verdicts = {metric.key: metric.verdict for metric in comparison.metrics}
@@ -77,7 +77,7 @@ def test_a_budget_is_kept_by_more_recompute_and_the_growth_is_seen_all_the_same(
 
 @pytest.mark.xdist_group("check")
 def test_a_budget_that_cannot_be_kept_any_more_is_a_regression(planner: Planner) -> None:
-    before = planner.plan("committed", (), codegen="inductor", budget="90MiB")
+    before = planner.plan("committed", (), codegen="inductor", budget="122MiB")
     wider = (("hidden=512", "hidden=2048"),)
 
     def build(target: str, settings: Settings, codegen: str) -> PlanDocument:

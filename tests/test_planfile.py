@@ -210,7 +210,8 @@ GOLDEN = """{
      {"kind": "tangent", "name": "given_4", "size_bytes": 8},
      {"kind": "gradient", "label": ":mm", "name": "value_5", "size_bytes": 16}
     ]
-   }
+   },
+   "runs": 1
   }
  ],
  "origin": "exact",
@@ -271,6 +272,7 @@ WRONG: dict[Place, list[Any]] = {
     ("torch",): [2.13],
     (*GRAPH, "fingerprint"): [[]],
     (*GRAPH, "frontier"): [[[1]], [[-1, 2.0]], [["1", 2.0]]],
+    (*GRAPH, "runs"): [0, None],
     (*GRAPH, "plan"): [None, {}],
     (*GRAPH, "problem"): [None, {}],
     (*PLANNED, "bound"): [None, 3],
@@ -328,6 +330,7 @@ OPTIONAL = (
     "breaks",
     "extra",
     "frontier",
+    "runs",
     "settings",
     "bound",
     "bound_us",

@@ -477,7 +477,8 @@ def last_line(text: str) -> str:
 
 
 def run(folder: Path, *words: str) -> int:
-    return main([*words, "--device", "cpu", "--codegen", "eager"])
+    output = ["-o", "plan.json"] if words[0] == "build" and "-o" not in words else []
+    return main([*words, "--device", "cpu", "--codegen", "eager", *output])
 
 
 @pytest.mark.parametrize(("name", "how"), [("dies", "left with exit code 3"), ("crashes", "was ended by SIGSEGV")])
@@ -519,7 +520,7 @@ def test_bad_arguments_are_one_sentence_before_anything_is_traced(
     if os.geteuid() == 0:  # to whom nothing is read-only
         monkeypatch.setattr("os.access", lambda path, mode: not str(path).endswith("read-only"))
     monkeypatch.setattr("dyngran.compiler.offline.build.TraceProcess", never)
-    assert main(["build", "user.py:make", *words]) == 2
+    assert main(["build", "user.py:make", *words, *([] if "-o" in words else ["-o", "plan.json"])]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("dyngran-plan: ")

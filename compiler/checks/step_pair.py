@@ -49,21 +49,26 @@ class Step:
         return tuple(graph.plan for graph in self.document.graphs)
 
     @property
+    def runs(self) -> tuple[int, ...]:
+        """How often each graph runs in a step."""
+        return tuple(graph.runs for graph in self.document.graphs)
+
+    @property
     def free_peaks(self) -> tuple[int, ...]:
         """Peak of the unplanned step while each graph runs: what the step holds beside it, with what earlier graphs then save."""
         peaks, earlier = [], 0
-        for problem, plan, free in zip(self.problems, self.plans, self.free, strict=True):
-            peaks.append(free.peak_bytes - problem.total_static_bytes + plan.static_bytes + earlier)
-            earlier += free.saved_bytes - plan.saved_bytes
+        for problem, plan, free, runs in zip(self.problems, self.plans, self.free, self.runs, strict=True):
+            peaks.append(free.peak_bytes - problem.total_static_bytes + plan.static_bytes + earlier + (runs - 1) * free.saved_bytes)
+            earlier += runs * free.saved_bytes - plan.saved_bytes
         return tuple(peaks)
 
     @property
     def free_saved_bytes(self) -> int:
-        return sum(free.saved_bytes for free in self.free)
+        return sum(free.saved_bytes * runs for free, runs in zip(self.free, self.runs, strict=True))
 
     @property
     def free_time_us(self) -> float:
-        return sum(free.time_us for free in self.free)
+        return sum(free.time_us * runs for free, runs in zip(self.free, self.runs, strict=True))
 
     @property
     def least_peak_bytes(self) -> int | None:
@@ -97,7 +102,8 @@ class Step:
 
     def planned(self) -> Planned:
         """The document's own plans, at this step's costs."""
-        times = [_evaluate(simulator, plan)[1] for simulator, plan in zip(self.simulators, self.plans, strict=True)]
+        plans = zip(self.simulators, self.plans, self.runs, strict=True)
+        times = [_evaluate(simulator, plan)[1] * runs for simulator, plan, runs in plans]
         return Planned(self.document.peak_bytes, sum(times))
 
     def live_at_peak(self, *, unplanned: bool) -> tuple[list[tuple[int, int]], int]:

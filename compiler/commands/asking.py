@@ -94,6 +94,10 @@ def _profile(device: str | None, *, measures: bool) -> str | None:
     import torch
 
     is_card = torch.cuda.is_available()
+    if device is None and not is_card:
+        error_console().print(
+            f"No --device was named and no card is here: planning for the CPU. Others: {', '.join(DEVICES)}.", soft_wrap=True
+        )
     here = match_device(torch.cuda.get_device_name() if is_card else "cpu")
     if measures:
         if named is not None and (here is None or here.name != named):

@@ -18,7 +18,7 @@ def add(commands: Any) -> None:
         description="Plan a training step without running it, and write a plan file.",
     )
     build.add_argument("--budget", metavar="SIZE", help="peak of a step, such as 20GiB or 80%% (of the device); default: no limit")
-    build.add_argument("-o", "--output", metavar="FILE", default="plan.json", help="the plan file (default: plan.json)")
+    build.add_argument("-o", "--output", metavar="FILE", required=True, help="the plan file; one that is there is replaced")
     asking.add_target(build)
     asking.add_batch(build)
     build.set_defaults(run=run)
@@ -49,6 +49,10 @@ def run(options: argparse.Namespace) -> int:
     )
     for one in document.breaks:
         console.print(f"graph break{f' at {one.where}' if one.where else ''}: {one.reason}", markup=False)
+    for position, graph in enumerate(document.graphs):
+        if graph.runs > 1:
+            number = f"graph {position + 1} of {len(document.graphs)}"
+            console.print(f"{number} runs {graph.runs} times in a step: the budget is checked for one run of it.", soft_wrap=True)
     console.print(f"Look at it:  dyngran-plan show {path}", markup=False, soft_wrap=True)
     console.print(f'Train by it: torch.compile(model, backend="dyngran", options={{"plan": "{path}"}})', markup=False, soft_wrap=True)
     return 0

@@ -31,8 +31,10 @@ class OfflineGraph(PlannedGraph):
     def compile(self, inputs: Sequence[Any]) -> None:
         """Trace and plan. Raises what the plan refuses with."""
         self._run = self._build(inputs, inputs)
+        self.num_runs = 0
 
     def __call__(self, *args: Any) -> Any:
+        self.num_runs += 1
         return self._run(*args)
 
     def _generate(

@@ -62,7 +62,7 @@ def graph_rows(picture: GraphPicture) -> dict[str, str]:
         "free peak": f"{format_bytes(before.peak_bytes)} without a budget ({stock}), in {format_us(before.time_us)}",
         "least peak known": format_bytes(picture.least_peak_bytes),
         "saved for backward": f"{format_bytes(plan.saved_bytes)} in {len(plan.saved)} values",
-        "predicted time": f"{format_us(plan.time_us)}, of which {format_us(plan.overhead_us)} beyond the fastest plan known for any budget",
+        "predicted time": f"{format_us(plan.time_us)}, of which {format_us(plan.overhead_us)} beyond the step without a budget",
         "recompute": f"{format_us(plan.recompute_us)} in {plan.num_recomputed} ops",
         "solver": plan.solver + (" (truncated: a safety stop cut the search short)" if plan.truncated else ""),
         "bound": _bound(plan),

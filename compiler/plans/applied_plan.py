@@ -116,7 +116,8 @@ def _checked_again(document: PlanDocument) -> str:
 def _refusal(
     document: PlanDocument, source: str | PathLike[str], stored: GraphPlan, found: Correspondence, mark: str, outputs: Outputs
 ) -> str:
-    head = f"plan file {fspath(source)!r} was made for another graph (fingerprint {stored.fingerprint[:12]}, this one is {mark[:12]})"
+    marks = f"fingerprint {stored.fingerprint[:12]}, this one is {mark[:12]}"
+    head = f"plan file {fspath(source)!r} was made for another graph, on {document.device} ({marks})"
     if document.torch_version != str(torch.__version__):
         head += f", with torch {document.torch_version} (here: {torch.__version__})"
     if document.origin is Origin.PORTABLE and found.share >= LEAST_SHARE:

@@ -22,6 +22,8 @@ def write_file(path: str, content: bytes, *, what: str) -> None:
             raise PlanFileError(f"{where}: it is a folder. Name a file.")
         if target.exists() and not target.is_file():
             raise PlanFileError(f"{where}: what is there is no file. Name another path.")
+        if not target.parent.exists():
+            raise PlanFileError(f"{where}: there is no folder {str(target.parent)!r}. Make it, or name another file.")
         _replace(target, content)
     except (OSError, ValueError) as error:  # ValueError: no path that a file can have
         if isinstance(error, PlanFileError):

@@ -118,12 +118,14 @@ class ProblemForm(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class GraphForm(Struct, kw_only=True, forbid_unknown_fields=True):
-    """One graph of the step; ``frontier`` are (peak_bytes, time_us) of other plans for it, least peak first."""
+    """One graph of the step; ``frontier`` are (peak_bytes, time_us) of other plans for it, least peak first; ``runs``: how often it runs in
+    a step."""
 
     fingerprint: str
     plan: PlanForm
     problem: ProblemForm
     frontier: list[tuple[Count, Amount]] = []
+    runs: Positive = 1
 
 
 class BreakForm(Struct, kw_only=True, forbid_unknown_fields=True):

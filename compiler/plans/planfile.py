@@ -60,12 +60,14 @@ class GraphPlan:
         problem: of the graph alone (nothing carried from a step before); plan: its schedule numbers the ops of that problem.
         fingerprint: of the problem (`passes.fingerprint`).
         frontier: (peak_bytes, time_us) of the plans that were found for it, least peak first; peaks as ``plan.peak_bytes``.
+        runs: how often the graph runs in a step (a graph break in a loop); the plan and its prediction are of one run.
     """
 
     problem: Problem
     plan: Plan
     fingerprint: str
     frontier: tuple[tuple[int, float], ...] = ()
+    runs: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,7 @@ class PlanDocument:
     @property
     def time_us(self) -> float:
         """Device time of forward and backward of all graphs."""
-        return sum(graph.plan.time_us for graph in self.graphs)
+        return sum(graph.plan.time_us * graph.runs for graph in self.graphs)
 
 
 def save_plan(path: str | os.PathLike[str], document: PlanDocument) -> None:
@@ -167,6 +169,10 @@ def load_plan(path: str | os.PathLike[str]) -> PlanDocument:
                 "it is something else, or damaged. Make it again with `dyngran-plan build`."
             )
         text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise PlanFileError(
+            f"plan file {os.fspath(path)!r} cannot be read: there is no such file in {os.getcwd()!r}. Make it with `dyngran-plan build`."
+        ) from error
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path that no file can have
         raise PlanFileError(f"plan file {os.fspath(path)!r} cannot be read: {_cause(error)}.") from error
     return parse_plan(text, source=os.fspath(path))
@@ -245,6 +251,7 @@ def _graph_form(graph: GraphPlan) -> GraphForm:
     return GraphForm(
         fingerprint=graph.fingerprint,
         frontier=[(peak_bytes, time_us) for peak_bytes, time_us in graph.frontier],
+        runs=graph.runs,
         plan=_filled(
             PlanForm,
             plan,
@@ -365,7 +372,7 @@ def _graph_of(form: GraphForm, where: str) -> GraphPlan:
     _check_decisions(plan, problem, where)
     if plan.bound_us > plan.time_us * (1 + BOUND_TOLERANCE):
         raise PlanFileError(f"{where}: field 'bound_us' is {_shown(plan.bound_us)}, and the plan itself takes {_shown(plan.time_us)}.")
-    return GraphPlan(problem=problem, plan=plan, fingerprint=form.fingerprint, frontier=tuple(form.frontier))
+    return GraphPlan(problem=problem, plan=plan, fingerprint=form.fingerprint, frontier=tuple(form.frontier), runs=form.runs)
 
 
 def _plan_of(form: PlanForm) -> Plan:

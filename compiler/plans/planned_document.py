@@ -52,6 +52,7 @@ def _graph_plan(graph: PlannedGraph) -> GraphPlan:
         plan=for_file(plan, strategy.problem),
         fingerprint=strategy.fingerprint,
         frontier=_thinned(strategy.frontier(plan)),
+        runs=graph.num_runs,
     )
 
 

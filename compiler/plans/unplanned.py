@@ -36,10 +36,10 @@ def unplanned_step(document: PlanDocument) -> Unplanned:
     graphs = [unplanned_graph(graph) for graph in document.graphs]
     peaks, earlier_bytes = [], 0
     for graph, found in zip(document.graphs, graphs, strict=True):
-        peaks.append(found.peak_bytes + earlier_bytes)
-        earlier_bytes += found.saved_bytes - graph.plan.saved_bytes
+        peaks.append(found.peak_bytes + earlier_bytes + (graph.runs - 1) * found.saved_bytes)
+        earlier_bytes += graph.runs * found.saved_bytes - graph.plan.saved_bytes
     return Unplanned(
         peak_bytes=max(peaks),
-        time_us=sum(graph.time_us for graph in graphs),
-        saved_bytes=sum(graph.saved_bytes for graph in graphs),
+        time_us=sum(found.time_us * graph.runs for graph, found in zip(document.graphs, graphs, strict=True)),
+        saved_bytes=sum(found.saved_bytes * graph.runs for graph, found in zip(document.graphs, graphs, strict=True)),
     )
