@@ -61,10 +61,12 @@ class StepChain:
 
     def bytes_before(self, member: Any) -> int:
         """Bytes that earlier graphs of the step hold while this one runs. Where an allocator counts them already: 0."""
-        if device_memory(member.device).allocated_bytes is not None:
+        memory = device_memory(member.device)
+        if memory.allocated_bytes is not None:
             return 0
         earlier = [m for m in self.members_before(member) if m.plan is not None]
-        return sum(m.plan.saved_bytes + m.static_of((Kind.PARAMETER, Kind.BUFFER, Kind.INPUT)) for m in earlier)
+        kinds = (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT) if memory.held_bytes is None else ()  # else each graph counts what all hold
+        return sum(m.plan.saved_bytes + m.static_of(kinds) for m in earlier)
 
     def bytes_after(self, member: Any, held: Sequence[Any]) -> int:
         """Bytes that later graphs will hold while backward of this one runs: gradients (where no allocator counts them, also the
@@ -80,7 +82,8 @@ class StepChain:
             for p in group["params"]
             if p.requires_grad and id(p) not in own
         }
-        times = 2 if device_memory(member.device).allocated_bytes is None else 1
+        memory = device_memory(member.device)
+        times = 2 if memory.allocated_bytes is None and memory.held_bytes is None else 1
         return times * sum(later.values())
 
     def _position(self, member: Any) -> int:

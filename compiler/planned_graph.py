@@ -63,7 +63,7 @@ class PlannedGraph:
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> None:
         self.options = options
         self.graph_break = torch_private.break_reason(module)
-        self.chain = StepChain.join(self, continues=torch_private.ends_in_graph_break(module))
+        self.chain = StepChain.join(self, continues=self._is_followed(module))
         self.notes: list[str] = []
         self.plan: Plan | None = None
         self.strategy: Strategy | None = None
@@ -91,6 +91,10 @@ class PlannedGraph:
         self._reserve_bytes = 0
         self._carried = Carried()
         self._coming_gradient_bytes = 0
+
+    def _is_followed(self, module: fx.GraphModule) -> bool:
+        """Whether more graphs of the same step are known to come."""
+        return torch_private.ends_in_graph_break(module)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The parameters of the latest call that are still alive."""

@@ -80,7 +80,8 @@ def measure_static(inputs: Sequence[Any], device: torch.device, *, carried_bytes
     present, future, source = _optimizer_bytes(leaves)
     totals[Kind.OPTIMIZER] = present + future
     memory = device_memory(device)
-    totals[Kind.OTHER] = memory.library_bytes
+    unread_bytes = 0 if memory.held_bytes is None else max(0, memory.held_bytes - sum(totals.values()) + future)
+    totals[Kind.OTHER] = memory.library_bytes + unread_bytes
     if (allocated := memory.allocated_bytes) is not None:
         totals[Kind.OTHER] = max(0, allocated - carried_bytes - sum(totals.values()) + future) + _future_workspace_bytes(device)
     return StaticMemory(bytes_by_kind={kind: size for kind, size in totals.items() if size}, optimizer_source=source)

@@ -547,6 +547,11 @@ class Strategy:
         )
         if limit is not None and self._need(outcome) > limit:
             raise self._file_needs_more(outcome, self._need(outcome), limit)
+        if self._need(outcome) > wanted:
+            peak, asked = (format_bytes(size + self._extra_bytes) for size in (outcome.peak_bytes, wanted))
+            note = f"the plan of {self.options.plan} needs {peak} here, and cannot be repaired to the {asked} that it was built for"
+            self.file_notes = (*applied.notes, note)
+            log.warning("%s", note)
         return self._plan_of(outcome, f"file, {stored.solver}, repaired")
 
     def _prescribed(self, plan: Plan, limit: int | None) -> Plan:

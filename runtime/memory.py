@@ -27,6 +27,7 @@ class DeviceMemory:
         free_bytes: what the driver would still hand out; on the CPU, what the kernel calls available.
         allocated_bytes, reserved_bytes, peak_allocated_bytes: of this process, by PyTorch's caching allocator.
         library_bytes: what libraries will allocate in a step and keep, where nothing counts it (`imagined_device`).
+        held_bytes: what is known to be held there; None where nobody says so.
     """
 
     total_bytes: int
@@ -35,13 +36,14 @@ class DeviceMemory:
     reserved_bytes: int | None
     peak_allocated_bytes: int | None
     library_bytes: int = 0
+    held_bytes: int | None = None
 
 
 _imagined: ContextVar[DeviceMemory | None] = ContextVar("imagined device", default=None)
 
 
 @contextmanager
-def imagined_device(total_bytes: int, *, library_bytes: int) -> Iterator[None]:
+def imagined_device(total_bytes: int, *, library_bytes: int, held_bytes: int) -> Iterator[None]:
     """Every device has so many bytes, all of them free and none counted: planning for a card that is not here."""
     memory = DeviceMemory(
         total_bytes=total_bytes,
@@ -50,6 +52,7 @@ def imagined_device(total_bytes: int, *, library_bytes: int) -> Iterator[None]:
         reserved_bytes=None,
         peak_allocated_bytes=None,
         library_bytes=library_bytes,
+        held_bytes=held_bytes,
     )
     token = _imagined.set(memory)
     try:

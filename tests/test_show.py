@@ -51,7 +51,7 @@ def test_the_head_says_what_the_plan_promises(tmp_path: Path) -> None:
         f"free peak {format_bytes(free_bytes)} without a budget",
         f"least peak known {format_bytes(graph.frontier[0][0])}",
         f"saved for backward {format_bytes(plan.saved_bytes)} in {len(plan.saved)} values",
-        f"predicted time {format_us(plan.time_us)}, of which {format_us(plan.overhead_us)} beyond the fastest",
+        f"predicted time {format_us(plan.time_us)}, of which {format_us(plan.overhead_us)} beyond the step",
         f"recompute {format_us(plan.recompute_us)} in {plan.num_recomputed} ops",
         "solver by hand",
         "bound no plan within the budget can be more than 10.0% faster (relaxation: of a test)",

@@ -75,7 +75,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> int:
         _report_error(options, str(error))
         raise
     if options.update and checked.fresh is not None:
-        save_plan(options.plan, checked.fresh)
+        save_plan(options.plan, replace(checked.fresh, extra=load_plan(options.plan).extra))
     comparison = checked.comparison
     _report(options, page, comparison)
     if options.update:

@@ -101,7 +101,8 @@ class TraceProcess:
         """The end of what the target printed."""
         size = self._output.seek(0, os.SEEK_END)
         self._output.seek(max(0, size - KEPT_OUTPUT_BYTES))
-        text = self._output.read().decode(errors="replace").strip()
+        printed = self._output.read().decode(errors="replace").strip()
+        text = "".join(one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in printed)
         return f" It printed:\n{text}" if text else ""
 
 

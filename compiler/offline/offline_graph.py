@@ -24,9 +24,15 @@ class OfflineGraph(PlannedGraph):
 
     is_offline = True
 
-    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], options: Options, *, planned_on: torch.device) -> None:
+    def __init__(
+        self, module: fx.GraphModule, inputs: Sequence[Any], options: Options, *, planned_on: torch.device, is_followed: bool = False
+    ) -> None:
         self._planned_on = planned_on
+        self._more_follow = is_followed
         super().__init__(module, inputs, options)
+
+    def _is_followed(self, module: fx.GraphModule) -> bool:
+        return self._more_follow or super()._is_followed(module)
 
     def compile(self, inputs: Sequence[Any]) -> None:
         """Trace and plan. Raises what the plan refuses with."""

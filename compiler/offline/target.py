@@ -124,10 +124,11 @@ def _from_file(path: Path, spec: str) -> ModuleType:
     if not path.is_file():
         raise TargetError(f"target {spec!r}: there is no file {str(path)!r} in {str(Path.cwd())!r}. {FORMS}.")
     sys.path.insert(0, str(path.resolve().parent))  # as `python file.py` has it
-    found = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    name = path.stem if path.stem not in sys.modules else f"target_{path.stem}"  # a file named copy.py is not the module copy
+    found = importlib.util.spec_from_file_location(name, path.resolve())
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
-    sys.modules[path.stem] = module  # dataclasses and pickle look for it there
+    sys.modules[module.__name__] = module  # dataclasses and pickle look for it there
     _importing(spec, lambda: found.loader.exec_module(module))  # type: ignore[union-attr]  # asserted above
     return module
 

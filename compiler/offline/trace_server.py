@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any, TextIO
 
 from dyngran.compiler.options import Outputs
@@ -24,6 +25,7 @@ from dyngran.passes.errors import BudgetTooSmall, DyngranError
 def main(arguments: list[str]) -> None:
     """``arguments``: the descriptors of requests and answers, the target, and the device profile ('' for the device that is here)."""
     requests, answers = os.fdopen(int(arguments[0])), os.fdopen(int(arguments[1]), "w")
+    os.register_at_fork(after_in_child=partial(os.closerange, int(arguments[1]), int(arguments[1]) + 1))  # its end is our end to the parent
     warnings.simplefilter("ignore")  # of torch's, about tensors without data
     logging.getLogger("dyngran").setLevel(logging.INFO)
     logging.getLogger("dyngran").addHandler(_Progress(answers))

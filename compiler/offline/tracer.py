@@ -32,7 +32,7 @@ from dyngran.compiler.offline.torch_fakes import tests_denied, to_fake
 from dyngran.compiler.options import Options, parse_options
 from dyngran.compiler.plans.planfile import GraphBreak, Origin, PlanDocument, Settings
 from dyngran.compiler.plans.planned_document import document_of
-from dyngran.passes.devices import DeviceSpec, find_device
+from dyngran.passes.devices import DeviceSpec, find_device, rounded_bytes
 from dyngran.passes.errors import TargetError
 from dyngran.runtime.memory import imagined_device
 
@@ -140,13 +140,20 @@ class Tracer:
             }
         )
 
-    def _trace(self, settings: Settings, options: Options, denied: list[str], *, is_whole: bool = False) -> list[OfflineGraph]:
-        """The graphs of the step; ``denied`` gets the places of tests that were taken as false. ``is_whole``: refuse graph breaks."""
+    def _trace(
+        self, settings: Settings, options: Options, denied: list[str], *, is_whole: bool = False, num_graphs: int = 0
+    ) -> list[OfflineGraph]:
+        """The graphs of the step; ``denied`` gets the places of tests that were taken as false. ``is_whole``: refuse graph breaks.
+
+        ``num_graphs``: how many there are, once that is known: where a function that breaks is called by another, the last graph of the
+        inner one does not end in a break, and yet the step goes on.
+        """
         graphs: list[OfflineGraph] = []
         failures: list[Exception] = []
 
         def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            graph = OfflineGraph(module, inputs, options, planned_on=self.place.planned_on)
+            is_followed = len(graphs) + 1 < num_graphs
+            graph = OfflineGraph(module, inputs, options, planned_on=self.place.planned_on, is_followed=is_followed)
             try:
                 graph.compile(inputs)
             except Exception as error:
@@ -158,8 +165,9 @@ class Tracer:
 
         torch_private.forget_compiled()
         mode = torch_private.fake_tensor_mode()
-        with mode, self._imagined():
+        with mode, contextlib.ExitStack() as stack:
             target, step, optimizer = self._prepared(settings, mode)
+            stack.enter_context(self._imagined(self._held_bytes(target, optimizer)))
             compiled = torch.compile(step, backend=backend, dynamic=True if settings.dynamic else None, fullgraph=is_whole)
             try:
                 with _autocast(target, self.place.traced_on), tests_denied(denied):
@@ -172,15 +180,26 @@ class Tracer:
                 raise TargetError(f"target {self._spec!r}: its step cannot be traced: {described(cause)}.{hint}") from error
             finally:
                 del optimizer  # alive until here: its state is found through it
+        if not num_graphs and any(graph.graph_break is None for graph in graphs[:-1]):
+            denied.clear()
+            return self._trace(settings, options, denied, is_whole=is_whole, num_graphs=len(graphs))
         return graphs
 
-    def _imagined(self) -> contextlib.AbstractContextManager[None]:
-        """No allocator counts fake tensors: the device is as the table has it, or as it is, without what is allocated there."""
+    def _held_bytes(self, target: Target, optimizer: object) -> int:
+        """What the target holds on the device, read by the step or not: a frozen copy of the model, say."""
+        modules = [*target.module.parameters(), *target.module.buffers()] if target.module is not None else []
+        groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+        tensors = [*modules, *_parameters_of(groups), *torch_private.tensors_in((target.inputs, dict(target.keywords), target.targets))]
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+        return sum(rounded_bytes(int(storage.nbytes()), self.place.planned_on) for storage in storages.values())
+
+    def _imagined(self, held_bytes: int) -> contextlib.AbstractContextManager[None]:
+        """No allocator counts fake tensors: the device is as the table has it, or as it is, with what the target holds there."""
         place = self.place
         if place.planned_on.type == CPU:
             return contextlib.nullcontext()
         if place.spec is not None:
-            return imagined_device(place.spec.memory_bytes, library_bytes=place.spec.library_bytes)
+            return imagined_device(place.spec.memory_bytes, library_bytes=place.spec.library_bytes, held_bytes=held_bytes)
         return contextlib.nullcontext()
 
     def _prepared(self, settings: Settings, mode: Any) -> tuple[Target, Callable[..., Any], object]:
@@ -224,6 +243,11 @@ class Tracer:
         if target.module is not None and any(parameter.device.type == CPU for parameter in target.module.parameters()):
             target.module.to(device)
         return target.mapped(lambda tensor: tensor.to(device))
+
+
+def _parameters_of(groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
+    """The parameters of an optimizer's groups."""
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def _step_of(target: Target) -> Callable[..., Any]:
