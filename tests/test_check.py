@@ -59,9 +59,10 @@ def test_a_regression_is_caught_and_its_line_is_named(
 @pytest.mark.parametrize(("codegen", "name"), [*(("eager", name) for name in HARMLESS), ("inductor", "rename"), ("inductor", "reorder")])
 def test_a_harmless_edit_changes_nothing(planner: Planner, committed: Callable[[str], PlanDocument], codegen: str, name: str) -> None:
     comparison = compare(committed(codegen), planner.plan(name, HARMLESS[name], codegen=codegen), LIMITS)
-    assert comparison.is_same
-    assert not comparison.culprits
-    assert "Same as committed." in check_output.as_text(comparison)
+    assert not comparison.is_regression and not comparison.culprits
+    if name != "unused parameter":  # on a card it is held, and shown as such
+        assert comparison.is_same
+        assert "Same as committed." in check_output.as_text(comparison)
 
 
 @pytest.mark.xdist_group("check")
