@@ -51,6 +51,24 @@ def llama350m(batch: int | None = None) -> dict[str, Any]:
     return {"model": case.build(), "inputs": {"input_ids": tokens, "labels": tokens}, "optimizer": adamw, "autocast": "bf16"}
 
 
+def llama70b(batch: int | None = None) -> dict[str, Any]:
+    """Transformers' Llama with 70 billion parameters, for planning alone: no machine here holds it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        max_position_embeddings=2048,
+        use_cache=False,
+    )
+    tokens = torch.zeros(batch or 8, 2048, dtype=torch.long)
+    return {"model": LlamaForCausalLM(config), "inputs": {"input_ids": tokens, "labels": tokens}, "optimizer": adamw, "autocast": "bf16"}
+
+
 def tiny(batch: int | None = None) -> dict[str, Any]:
     """The language model of ``fit.py --smoke``."""
     case = CASES["tiny"]

@@ -541,7 +541,7 @@ class Strategy:
             return self._plan_of(outcome, f"file, {stored.solver}")
         within = self._peak_within(wanted) - max(0, self.correction_bytes)
         outcome = self.planner.add(repair(self.simulator, applied.saved, within).saved, "file")
-        known = [self.simulator.evaluate(saved) for saved in self.accounted]
+        known = [self.simulator.evaluate(saved) for saved in self.generated]  # earlier repairs of this plan, by their code
         outcome = min(
             [outcome, *known], key=lambda one: (self._need(one) > wanted, one.time_us if self._need(one) <= wanted else self._need(one))
         )

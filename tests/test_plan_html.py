@@ -187,7 +187,7 @@ def test_a_browser_draws_every_band_and_lists_what_is_live_at_the_cursor(browse:
     }
     values = picture.problem.values
     live = [
-        (values[one.value].name, format_bytes(one.size_bytes), f"{one.first} – {one.last}")  # noqa: RUF001
+        (values[one.value].name, format_bytes(one.size_bytes), f"{one.first} – {one.last}")  # noqa: RUF001  # the page writes that dash
         for one in step.live.ranges
         if one.first <= at <= one.last
     ]

@@ -49,6 +49,8 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps({"device": document.device, "codegen": document.codegen, "graphs": graphs}, indent=1))
         return 0
     console = output_console()
+    if options.png is not None:
+        console.print(f"picture written to {options.png}", markup=False, soft_wrap=True)
     for position, graph in enumerate(document.graphs):
         title = f"graph {position + 1} of {len(document.graphs)}" if len(document.graphs) > 1 else "plans, least peak first"
         console.print(_table(title, graph, shows_all=options.all))

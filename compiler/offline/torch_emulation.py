@@ -134,7 +134,7 @@ def _to_layout(
     )
     if same and not copy:
         return self
-    return torch.ops.aten._to_copy.default(  # type: ignore[no-any-return]
+    return torch.ops.aten._to_copy.default(  # type: ignore[no-any-return]  # an operator is not annotated
         self, dtype=dtype, layout=layout, device=target, pin_memory=pin_memory, non_blocking=non_blocking, memory_format=memory_format
     )
 
@@ -156,8 +156,8 @@ def _show_card_to_dynamo() -> None:
     def is_cuda(self: Any, tx: Any) -> Any:
         return None if self.device is None else ConstantVariable.create(self.device.type in ("cpu", "cuda"))
 
-    TensorVariable.method_attr_device = device  # type: ignore[method-assign]
-    TensorVariable.method_attr_is_cuda = is_cuda  # type: ignore[method-assign]
+    TensorVariable.method_attr_device = device  # type: ignore[method-assign]  # for good, in a process that dies
+    TensorVariable.method_attr_is_cuda = is_cuda  # type: ignore[method-assign]  # as above
 
 
 def _show_card_to_decompositions() -> None:
