@@ -3,8 +3,9 @@
     python bench/offline.py build --models gpt_on_card llama350m --device h200 --plans plans/     # anywhere, with the CPU build of torch
     python bench/offline.py train --models gpt_on_card llama350m --device h200 --plans plans/ --out rows.jsonl     # on the card
 
-`train` makes two more plans for the same budget, with the card hidden and with the card there, and one in training itself, and trains by
-each in a process of its own. Models are functions of `targets.py`. The budget leaves 70 % of the unplanned step's transient.
+`train` makes three more plans for the same budget, with the card hidden, with the card there and with operators measured on it, and one in
+training itself, and trains by each in a process of its own. Models are functions of `targets.py`. The budget leaves 70 % of the unplanned
+step's transient.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ SHARE = 0.7
 NUM_WARM, NUM_STEPS = 3, 10
 
 
-def plan(model: str, device: str, path: Path, *, budget: str | None, hides_card: bool) -> None:
+def plan(model: str, device: str, path: Path, *, budget: str | None, hides_card: bool = True, measures: bool = False) -> None:
     """Make one plan file with the command line that people use."""
     command = [sys.executable, "-c", "import sys; from dyngran.compiler.cli import main; sys.exit(main())", "build"]
     command += [f"{HERE / 'targets.py'}:{model}", "--device", device, "-o", str(path), *(["--budget", budget] if budget else [])]
+    command += ["--profile"] if measures else []
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if hides_card else {}
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, **hidden})
 
@@ -52,27 +54,35 @@ def build(args: argparse.Namespace) -> None:
     args.plans.mkdir(parents=True, exist_ok=True)
     for model in args.models:
         path = args.plans / f"{model}.json"
-        plan(model, args.device, path, budget=None, hides_card=True)
+        plan(model, args.device, path, budget=None)
         document = load_plan(path)
         static = document.plan.static_bytes
         budget_bytes = static + int(SHARE * (unplanned_step(document).peak_bytes - static))
-        plan(model, args.device, path, budget=f"{budget_bytes}B", hides_card=True)
+        plan(model, args.device, path, budget=f"{budget_bytes}B")
         print(f"{path}: {load_plan(path).peak_bytes / 2**20:.0f} of {budget_bytes / 2**20:.0f} MiB")
 
 
 def train(args: argparse.Namespace) -> None:
-    """Rows for the portable plan, the two exact ones, and a plan made in training."""
+    """Rows for the portable plan, the three exact ones, and a plan made in training."""
     for model in args.models:
         portable = args.plans / f"{model}.json"
         budget_bytes = load_plan(portable).plan.budget_bytes
-        files: dict[str, Path | None] = {"portable": portable, "training": None}
-        for name, hides_card in (("card-hidden", True), ("card-there", False)):
-            files[name] = path = args.plans / f"{model}-{name}.json"
-            plan(model, args.device, path, budget=f"{budget_bytes}B", hides_card=hides_card)
+        exact = {name: args.plans / f"{model}-{name}.json" for name in ("card-hidden", "card-there", "profiled")}
+        files = {"portable": portable, "training": None, **exact}
         with ThreadPoolExecutor(len(files) if args.side_by_side else 1) as pool:
+            planned = [
+                pool.submit(
+                    plan, model, args.device, path, budget=f"{budget_bytes}B", hides_card=name == "card-hidden", measures=name == "profiled"
+                )
+                for name, path in exact.items()
+            ]
+            for done in planned:
+                done.result()
+            hidden, there = exact["card-hidden"].read_bytes(), exact["card-there"].read_bytes()
             found = pool.map(partial(_trained, model, budget_bytes), files.values())
             for name, row in zip(files, found, strict=True):
                 head = {"model": model, "plan": name, "commit": os.environ.get("DYNGRAN_COMMIT", ""), "side_by_side": args.side_by_side}
+                head["hidden_and_there_are_equal"] = hidden == there
                 line = json.dumps(head | row)
                 print(line, flush=True)
                 if args.out is not None:
