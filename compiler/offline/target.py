@@ -228,6 +228,10 @@ def _checked(made: Any, spec: str) -> Target:
     for key in ("model", "loss"):
         if made.get(key) is not None and not callable(made[key]):
             raise TargetError(f"target {spec!r}: its {key} is a {type(made[key]).__name__}, and must be callable.")
+    if isinstance(made["model"], torch.jit.ScriptModule):
+        raise TargetError(
+            f"target {spec!r}: its model is a torch.jit.ScriptModule, which torch.compile does not trace. Return the module itself."
+        )
     optimizer = made.get("optimizer")
     if optimizer is not None and not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         raise TargetError(

@@ -16,12 +16,15 @@ from dyngran.compiler.offline.target import user_place
 
 
 def to_fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """The tensor without its data, for this trace: a model that the file makes once for all has met another before."""
-    if not isinstance(tensor, FakeTensor):
+    """The tensor without its data, for this trace: a model that the file makes once for all has met another before. Tensors on the meta
+    device, where large models are made, are taken to be on the default device."""
+    is_meta = tensor.device.type == "meta"
+    if not isinstance(tensor, FakeTensor) and not is_meta:
         return mode.from_tensor(tensor, static_shapes=True)
-    if tensor.fake_mode is mode:
+    if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode and not is_meta:
         return tensor
-    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    device = None if is_meta else tensor.device
+    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
     return torch.nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else made
 
 

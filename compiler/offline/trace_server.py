@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
 import sys
 import traceback
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
+from threading import Thread
 from typing import Any, TextIO
 
 from dyngran.compiler.options import Outputs
@@ -25,6 +27,7 @@ from dyngran.passes.errors import BudgetTooSmall, DyngranError
 def main(arguments: list[str]) -> None:
     """``arguments``: the descriptors of requests and answers, the target, and the device profile ('' for the device that is here)."""
     requests, answers = os.fdopen(int(arguments[0])), os.fdopen(int(arguments[1]), "w")
+    Thread(target=_leave_with_parent, args=(requests.fileno(),), daemon=True).start()
     os.register_at_fork(after_in_child=partial(os.closerange, int(arguments[1]), int(arguments[1]) + 1))  # its end is our end to the parent
     warnings.simplefilter("ignore")  # of torch's, about tensors without data
     logging.getLogger("dyngran").setLevel(logging.INFO)
@@ -42,6 +45,14 @@ def main(arguments: list[str]) -> None:
         except Exception as error:  # noqa: BLE001  # whatever went wrong here must reach the parent by name
             traceback.print_exc()
             _answer(answers, {"crash": _described(error)})
+
+
+def _leave_with_parent(requests: int) -> None:
+    """A parent that was killed waits for no plan: its end of the pipe is gone, whatever this process is in the middle of."""
+    hang_up = select.poll()
+    hang_up.register(requests, 0)
+    hang_up.poll()
+    os._exit(1)
 
 
 def _tracer(target: str, profile: str | None) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -140,7 +140,7 @@ class SettingsForm(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True
 
     batch: Positive | None = None
     budget: str | None = None
-    dtype: str | None = None
+    dtype: Literal["bf16", "fp16", "fp32", "fp64"] | None = None
     dynamic: bool = False
     keep_below: Count | None = None
     outputs: Outputs = Outputs.HELD
