@@ -9,10 +9,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
+from dyngran.compiler import torch_private
 from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Kind
 from dyngran.runtime.memory import device_memory
@@ -24,28 +25,71 @@ class Member(Protocol):
 
     plan: Plan | None
     device: torch.device
+    chain: StepChain
+    fed_bytes: int
 
     def parameters(self) -> list[torch.nn.Parameter]: ...
     def static_of(self, kinds: tuple[Kind, ...]) -> int: ...
+    def saved_bytes_in(self, inputs: Sequence[Any]) -> int: ...
 
 
 class StepChain:
-    """Graphs that Dynamo compiled one after the other because of breaks. A graph that no break follows ends the chain."""
+    """Graphs of one forward, in order: Dynamo compiled them one after the other because of breaks, or one takes what another returned.
+
+    A graph after which no more are known to come ends a chain; it goes on if its results are taken.
+    """
 
     _open = threading.local()
+    _by_backward: ClassVar[weakref.WeakKeyDictionary[type, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
         self._members: list[weakref.ref[Any]] = []
         self._continues: list[bool] = []
 
     @classmethod
-    def join(cls, member: Any, *, continues: bool) -> StepChain:
-        """Put ``member`` at the end of the open chain of this thread; ``continues`` says that a graph break follows it."""
-        chain = getattr(cls._open, "chain", None) or cls()
-        chain._members.append(weakref.ref(member))
-        chain._continues.append(continues)
+    def join(cls, member: Any, inputs: Sequence[Any], *, continues: bool) -> StepChain:
+        """Put ``member`` after the graphs whose results are among its ``inputs``, and after the open chain of this thread.
+
+        ``continues``: more graphs of the same step are known to follow.
+        """
+        chain = getattr(cls._open, "chain", None)
+        if chain is None or not torch_private.is_nested():  # one that no graph followed after all, or that a refusal has left
+            chain = cls()
+        feeding = [one for producer in cls._producers(inputs) for one in (*producer.chain.members_before(producer), producer)]
+        if set(map(id, feeding)) - set(map(id, chain.members())):
+            chain = cls._of([*feeding, *chain.members()])
+        chain._add(member, continues)
         cls._open.chain = chain if continues else None
         return chain
+
+    @classmethod
+    def _of(cls, members: Sequence[Any]) -> StepChain:
+        """A chain of graphs that were in others; the last of those, if it has no more."""
+        distinct = list({id(one): one for one in members}.values())
+        last: StepChain = distinct[-1].chain
+        if last.members() == distinct:
+            return last
+        chain = cls()
+        for one in distinct:
+            chain._add(one, one.chain.continues(one))
+            one.chain = chain
+        return chain
+
+    def _add(self, member: Any, continues: bool) -> None:
+        self._members.append(weakref.ref(member))
+        self._continues.append(continues)
+
+    @classmethod
+    def note_results(cls, member: Any, outputs: Sequence[Any]) -> None:
+        """``outputs`` of a compiled forward are those of ``member``: each such forward has a class of backward nodes of its own."""
+        for node in torch_private.compiled_backwards(outputs):
+            cls._by_backward.setdefault(type(node), weakref.ref(member))
+
+    @classmethod
+    def _producers(cls, inputs: Sequence[Any]) -> list[Any]:
+        """Graphs that wait for the gradients of ``inputs``, in the order in which they ran."""
+        refs = [cls._by_backward.get(type(node)) for node in torch_private.compiled_backwards(inputs)]
+        return [member for ref in refs if ref is not None and (member := ref()) is not None]
 
     def continues(self, member: Any) -> bool:
         """True if more graphs of the same step follow."""
@@ -59,14 +103,19 @@ class StepChain:
         """Those that run before ``member``."""
         return [one for ref in self._members[: self._position(member)] if (one := ref()) is not None]
 
-    def bytes_before(self, member: Any) -> int:
-        """Bytes that earlier graphs of the step hold while this one runs. Where an allocator counts them already: 0."""
+    def bytes_before(self, member: Any, inputs: Sequence[Any]) -> int:
+        """Bytes that earlier graphs hold while ``member`` runs, without its ``inputs``. Where an allocator counts them already: 0."""
         memory = device_memory(member.device)
         if memory.allocated_bytes is not None:
             return 0
         earlier = [m for m in self.members_before(member) if m.plan is not None]
         kinds = (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT) if memory.held_bytes is None else ()  # else each graph counts what all hold
-        return sum(m.plan.saved_bytes + m.static_of(kinds) for m in earlier)
+        held_bytes: int = sum(m.plan.saved_bytes + m.static_of(kinds) - (m.fed_bytes if kinds else 0) for m in earlier)
+        return held_bytes - self.fed_bytes(member, inputs)
+
+    def fed_bytes(self, member: Any, inputs: Sequence[Any]) -> int:
+        """Of ``inputs``, what earlier graphs have saved: it is counted there too."""
+        return sum(one.saved_bytes_in(inputs) for one in self.members_before(member))
 
     def bytes_after(self, member: Any, held: Sequence[Any]) -> int:
         """Bytes that later graphs will hold while backward of this one runs: gradients (where no allocator counts them, also the
@@ -74,6 +123,7 @@ class StepChain:
         if not self.continues(member):
             return 0
         own = {id(tensor) for tensor in held}
+        own.update(id(parameter) for earlier in self.members_before(member) for parameter in earlier.parameters())  # theirs come later
         leaves = [t for t in held if isinstance(t, torch.nn.Parameter)]
         later: dict[int, int] = {
             id(p): p.numel() * p.element_size()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -54,6 +55,7 @@ class PlannedGraph:
         is_offline: the graph is planned and never generated (`OfflineGraph`).
         num_runs: how often it ran in the step that was traced; 1 where that is not counted.
         graph_break: (reason, "file.py:12") of the break that follows this graph, if one does.
+        fed_bytes: of its inputs, what earlier graphs of the step save.
         notes: sentences for `explain`. observer: what was measured while it ran.
     """
 
@@ -63,13 +65,14 @@ class PlannedGraph:
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> None:
         self.options = options
         self.graph_break = torch_private.break_reason(module)
-        self.chain = StepChain.join(self, continues=self._is_followed(module))
+        self.chain = StepChain.join(self, inputs, continues=self._is_followed(module))
         self.notes: list[str] = []
         self.plan: Plan | None = None
         self.strategy: Strategy | None = None
         self.static: StaticMemory | None = None
         self.device = torch.device("cpu")
         self.budget_bytes: int | None = None
+        self.fed_bytes = 0
         self.observer = StepObserver()
         self._returned = ReturnedOutputs()
         self._module = torch_private.keep_copy(module)
@@ -94,7 +97,7 @@ class PlannedGraph:
 
     def _is_followed(self, module: fx.GraphModule) -> bool:
         """Whether more graphs of the same step are known to come."""
-        return torch_private.ends_in_graph_break(module)
+        return torch_private.ends_in_graph_break(module) or torch_private.is_awaited()
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The parameters of the latest call that are still alive."""
@@ -144,7 +147,7 @@ class PlannedGraph:
             log.warning(REPEAT_NOTE)
             self._rungs.clear()
             return
-        held = self._measure_static(args).total_bytes + self.chain.bytes_before(self)
+        held = self._measure_static(args).total_bytes + self.chain.bytes_before(self, args)
         newly_carried = self._newly_carried_bytes()
         overshoot = self.observer.overshoot_bytes(self.budget_bytes)
         if self.plan.peak_bytes + held - self._held_bytes + newly_carried <= self.budget_bytes and overshoot <= 0:
@@ -267,9 +270,23 @@ class PlannedGraph:
         """Plan, partition and generate code. ``inputs`` are what AOTAutograd traces with, ``held`` the real tensors of this call."""
         present = list(held)  # emptied below: compiled code keeps its partitioner, and with it this batch
         try:
-            return self._first_that_fits(inputs, present)
+            return self._noted(self._first_that_fits(inputs, present))
         finally:
             present.clear()
+
+    def _noted(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """``run``, by whose first results a graph that takes them knows this one."""
+        is_noted = False
+
+        def noted(*args: Any) -> Any:
+            nonlocal is_noted
+            outputs = run(*args)
+            if not is_noted:
+                StepChain.note_results(self, outputs)
+                is_noted = True
+            return outputs
+
+        return noted
 
     def _first_that_fits(self, inputs: Sequence[Any], held: Sequence[Any]) -> Callable[..., Any]:
         refusal: list[DyngranError] = []
@@ -384,7 +401,8 @@ class PlannedGraph:
         strategy.num_equal_before = sum(one is not None and one.fingerprint == strategy.fingerprint for one in earlier)
         self.budget_bytes = resolve_budget(self.options.budget, self.device)
         self.static = self._measure_static(held)
-        self._held_bytes = self.static.total_bytes + self._coming_gradient_bytes + self.chain.bytes_before(self)
+        self._held_bytes = self.static.total_bytes + self._coming_gradient_bytes + self.chain.bytes_before(self, held)
+        self.fed_bytes = self.chain.fed_bytes(self, held)
         self._reserve_bytes = self.chain.bytes_after(self, held) if self.budget_bytes is not None else 0
         self.plan = strategy.solve(
             self.budget_bytes, held_bytes=self._held_bytes + self._reserve_bytes, tight=self._is_repeated or self.chain.continues(self)
@@ -448,6 +466,14 @@ class PlannedGraph:
     def static_of(self, kinds: tuple[Kind, ...]) -> int:
         """Static bytes of these kinds when the plan was made."""
         return 0 if self.static is None else sum(self.static.bytes_by_kind.get(kind, 0) for kind in kinds)
+
+    def saved_bytes_in(self, inputs: Sequence[Any]) -> int:
+        """Bytes of what the plan saves that the latest forward returned and that is among ``inputs``, which count it too."""
+        if self.plan is None or self.strategy is None:
+            return 0
+        problem = self.strategy.problem
+        saved = Counter(problem.values[value].size_bytes for value in self.plan.saved & problem.forward_outputs)
+        return sum((saved & Counter(self._returned.sizes_in(inputs))).elements())
 
 
 class _kept_random_state:

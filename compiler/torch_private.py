@@ -7,12 +7,15 @@ supported release.
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import operator
+import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -30,6 +33,8 @@ Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 HIGHER_ORDER_TYPE = torch._ops.HigherOrderOperator
 MUST_SAVE = CheckpointPolicy.MUST_SAVE
+RESUME_NAMES = ("__resume_at", "torch_dynamo_resume_in")
+MAX_NODES = 100_000  # of autograd's graph that are looked at
 USER_RECOMPUTES = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
@@ -696,6 +701,52 @@ def ends_in_graph_break(module: fx.GraphModule) -> bool:
     """True if Dynamo left the user's function in the middle: more graphs of the same step follow."""
     reason = getattr(module, "compile_subgraph_reason", None)
     return bool(reason is not None and reason.graph_break)
+
+
+def is_nested() -> bool:
+    """True if code that Dynamo has made is being run: what is compiled now is called by it, or goes on after it."""
+    return any(True for _ in _compiled_frames())
+
+
+def is_awaited() -> bool:
+    """True if a function that Dynamo has compiled goes on after a graph break once what is being compiled now, which it calls, returns."""
+    return any(_resumes_after(frame) for frame in _compiled_frames())
+
+
+def _compiled_frames() -> Iterator[FrameType]:
+    """Of the calls that are being run, those of code that Dynamo has made."""
+    from torch._dynamo.convert_frame import output_codes
+
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code in output_codes:
+            yield frame
+        frame = frame.f_back
+
+
+def _resumes_after(frame: FrameType) -> bool:
+    """Whether code of Dynamo's calls one of its resume functions after the instruction at which ``frame`` stands: a global one, or one made
+    there if it has free variables."""
+    ahead = (instruction.argval for instruction in dis.get_instructions(frame.f_code) if instruction.offset > frame.f_lasti)
+    named = (value.co_name if isinstance(value, CodeType) else value for value in ahead)
+    return any(isinstance(name, str) and name.startswith(RESUME_NAMES) for name in named)
+
+
+def compiled_backwards(tensors: Iterable[Any]) -> list[Any]:
+    """The nearest nodes of autograd on which ``tensors`` depend and that belong to compiled forwards, in the order in which those ran."""
+    found: list[Any] = []
+    seen: set[Any] = set()
+    left = [tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None]
+    while left and len(seen) < MAX_NODES:
+        node: Any = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "CompiledFunctionBackward":
+            found.append(node)
+        else:
+            left += [before for before, _ in node.next_functions if before is not None]
+    return sorted(found, key=lambda node: node._sequence_nr())
 
 
 def is_getitem(node: fx.Node) -> bool:

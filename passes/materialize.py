@@ -44,6 +44,11 @@ class InputPool:
         if self._limit_bytes is not None and self._held_bytes + needed_bytes > self._limit_bytes:
             self.clear()
 
+    def keep_used(self) -> None:
+        """Let the buffers go that the last call's arguments leave free: room for a workspace that nobody knows yet."""
+        self._free.clear()
+        self._held_bytes = sum(num_elements * dtype.itemsize for (dtype, num_elements, _), _ in self._used)
+
     def clear(self) -> None:
         self._free.clear()
         self._used.clear()

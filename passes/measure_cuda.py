@@ -58,8 +58,9 @@ def with_recorded_peak(answer: Measurement | str, seen: CallMemory | None) -> Me
 
 def _measure(job: Job, pool: InputPool, device: torch.device, mark: AbstractContextManager[object]) -> Measurement:
     target, args, kwargs, needed_bytes = job
-    pool.trim(2 * needed_bytes)  # operands and results, and as much for a workspace that nobody knows yet
+    pool.trim(needed_bytes)
     real_args, real_kwargs = pool.arguments(target, args, kwargs)
+    pool.keep_used()
     if is_attention_backward(target):
         real_args, real_kwargs = with_real_forward(target, real_args, real_kwargs)
     cuda: Any = torch.cuda  # events and the spin are not annotated

@@ -6,7 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import TypeGuard
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+
+_WATCHED = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+
+Watched = dict[int, tuple[StorageWeakRef, int]]  # storages by identity, and their bytes
 
 
 class ReturnedOutputs:
@@ -22,21 +27,29 @@ class ReturnedOutputs:
         self.dropped_bytes = 0
         self._has_ended = False
         self._made: tuple[int, ...] | None = None  # positions of outputs that are not inputs, the same in every call
-        self._open: list[list[tuple[StorageWeakRef, int]]] = []
-        self._latest: list[tuple[StorageWeakRef, int]] = []
+        self._open: list[Watched] = []
+        self._latest: Watched = {}
 
     def watch(self, outputs: Sequence[object], inputs: Iterable[object]) -> None:
         """A forward returned ``outputs``; those that lie in the memory of ``inputs`` are the caller's own."""
         if self._made is None:
-            own = {item.untyped_storage().data_ptr() for item in inputs if _has_storage(item)}
+            own = {item.untyped_storage()._cdata for item in inputs if _has_storage(item)}
             self._made = tuple(
-                place for place, item in enumerate(outputs) if _has_storage(item) and item.untyped_storage().data_ptr() not in own
+                place for place, item in enumerate(outputs) if _has_storage(item) and item.untyped_storage()._cdata not in own
             )
         storages = [item.untyped_storage() for place in self._made if _has_storage(item := outputs[place])]
-        found = {storage.data_ptr(): storage for storage in storages}
-        watched = [(StorageWeakRef(one), one.nbytes()) for one in found.values()]  # type: ignore[no-untyped-call]  # torch gives it no types
+        found = {storage._cdata: storage for storage in storages}
+        watched = {
+            identity: (StorageWeakRef(storage), storage.nbytes())  # type: ignore[no-untyped-call]  # torch gives it no types
+            for identity, storage in found.items()
+        }
         self._open = [*self._open[-1:], watched]
         self._latest = watched
+
+    def sizes_in(self, tensors: Iterable[object]) -> list[int]:
+        """Bytes of each storage that the latest forward made and returned and that is among ``tensors``."""
+        present = {item.untyped_storage()._cdata for item in tensors if _has_storage(item)}
+        return [size for identity, (storage, size) in self._latest.items() if identity in present and not _is_gone(storage)]
 
     def carried_bytes(self) -> int:
         """Of what the latest forward returned, what is still held although its backward has ended: it lives while the next forward runs."""
@@ -48,14 +61,14 @@ class ReturnedOutputs:
         if len(latest) != 1:
             return
         held = _held_bytes(latest[0])
-        dropped = sum(size for _, size in latest[0]) - held
+        dropped = sum(size for _, size in latest[0].values()) - held
         self.held_bytes = max(self.held_bytes, held)
         self.dropped_bytes = min(self.dropped_bytes, dropped) if self._has_ended else dropped
         self._has_ended = True
 
 
-def _held_bytes(watched: Sequence[tuple[StorageWeakRef, int]]) -> int:
-    return sum(size for storage, size in watched if not _is_gone(storage))
+def _held_bytes(watched: Watched) -> int:
+    return sum(size for storage, size in watched.values() if not _is_gone(storage))
 
 
 def _is_gone(storage: StorageWeakRef) -> bool:
@@ -63,5 +76,5 @@ def _is_gone(storage: StorageWeakRef) -> bool:
 
 
 def _has_storage(item: object) -> TypeGuard[torch.Tensor]:
-    """A plain dense tensor; subclasses and sparse tensors have no memory of their own that could be watched."""
-    return isinstance(item, torch.Tensor) and type(item) in (torch.Tensor, torch.nn.Parameter) and item.layout is torch.strided
+    """A plain dense tensor, or a fake one; other subclasses and sparse tensors have no memory of their own that could be watched."""
+    return isinstance(item, torch.Tensor) and type(item) in _WATCHED and item.layout is torch.strided

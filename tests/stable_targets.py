@@ -64,6 +64,21 @@ def graph_break() -> Any:
     return Broken(), torch.randn(BATCH, WIDTH)
 
 
+class Around(nn.Module):
+    """Goes on after a call that is broken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = Broken(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return squared(torch.tanh(self.head(self.inner(x) * x)))
+
+
+def around_break() -> Any:
+    return Around(), torch.randn(BATCH, WIDTH)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +142,7 @@ def huge() -> Any:
     return {"model": model, "inputs": torch.randn(16, HUGE_WIDTH), "loss": squared, "optimizer": torch.optim.AdamW}
 
 
-STABLE: Mapping[str, Callable[[], Any]] = {one.__name__: one for one in (dropout, convolutions, attention, graph_break, tied)}
+STABLE: Mapping[str, Callable[[], Any]] = {one.__name__: one for one in (dropout, convolutions, attention, graph_break, around_break, tied)}
 
 _DRIVER = """\
 import sys

@@ -173,7 +173,7 @@ def test_a_plan_for_this_machine_is_taken_as_it_is(on_host: Planner, tmp_path: P
 
 
 @pytest.mark.xdist_group("build on a card")
-@pytest.mark.parametrize("name", ["convolutions", "graph_break", "tied"])
+@pytest.mark.parametrize("name", ["convolutions", "graph_break", "around_break", "tied"])
 def test_training_plans_the_peak_that_was_planned_without_it(on_host: Planner, tmp_path: Path, name: str) -> None:
     free = on_host.plan(name)
     budget_bytes = free.plan.static_bytes + (free.peak_bytes - free.plan.static_bytes) * 9 // 10

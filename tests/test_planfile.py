@@ -88,7 +88,7 @@ SETTINGS = st.builds(
     Settings,
     batch=st.none() | st.integers(1, 2**20),
     budget=st.none() | TEXTS,
-    dtype=st.none() | TEXTS,
+    dtype=st.none() | st.sampled_from(["bf16", "fp16", "fp32", "fp64"]),
     dynamic=st.booleans(),
     keep_below=st.none() | COUNTS,
     outputs=st.sampled_from(Outputs),

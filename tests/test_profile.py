@@ -162,6 +162,18 @@ def test_indices_are_in_range_and_spread() -> None:
     assert bool(((real[0] >= 0.1) & (real[0] < 1)).all())
 
 
+def test_a_pool_lets_go_of_what_the_last_call_did_not_take() -> None:
+    pool = InputPool(CPU, limit_bytes=20_000)
+    large: Any = concrete((torch.empty(1024), torch.empty(1024)))
+    small: Any = concrete((torch.empty(1024), torch.empty(8)))
+    pool.arguments(aten.add.Tensor, large, {})
+    taken, _ = pool.arguments(aten.add.Tensor, small, {})
+    pool.keep_used()
+    pool.trim(20_000 - (4096 + 32))  # would clear it if more were held
+    again, _ = pool.arguments(aten.add.Tensor, small, {})
+    assert [one.data_ptr() for one in again] == [one.data_ptr() for one in taken]
+
+
 def test_the_cache_survives_processes_torn_lines_and_a_read_only_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = Measurement(cost_us=1.5, workspace_bytes=3, source="measured: 1 run", result_bytes=(4, 0))
     ProfileCache(tmp_path).put("settings", [("a", found)])

@@ -164,6 +164,11 @@ def loaded():
     return {"model": net, "inputs": data(), "optimizer": torch.optim.AdamW(net.parameters())}
 
 
+def on_meta():
+    with torch.device("meta"):
+        return adamw()
+
+
 def adamw():
     net = Net()
     return {"model": net, "inputs": data(), "optimizer": torch.optim.AdamW(net.parameters())}
@@ -341,6 +346,10 @@ def test_autocast_is_a_dtype_its_name_or_torchs_own(value: object, dtype: torch.
         ({"model": MODEL}, "returned a dict without 'inputs'."),
         ({"modle": MODEL, "inputs": X}, "returned the key 'modle' (did you mean 'model'?)."),
         ({"model": MODEL, "inputs": X, "scheduler": 1}, "returned the key 'scheduler'."),
+        (
+            {"model": torch.jit.script(nn.Linear(2, 2)), "inputs": X},
+            "its model is a torch.jit.ScriptModule, which torch.compile does not trace.",
+        ),
         ({"model": 3, "inputs": X}, "its model is a int, and must be callable."),
         ({"model": MODEL, "inputs": X, "loss": 0.5}, "its loss is a float, and must be callable."),
         ({"model": MODEL, "inputs": X, "optimizer": "adam"}, "its optimizer is a str, and must be a torch.optim.Optimizer or a function"),
@@ -422,8 +431,8 @@ def test_dynamic_sizes_are_planned_at_those_of_the_inputs(plan: Plan) -> None:
 
 
 @pytest.mark.xdist_group("target")
-@pytest.mark.parametrize("name", ["adamw", "adamw_of_parameters", "loaded"])
-def test_an_optimizers_state_counts_also_where_a_checkpoint_is_loaded(plan: Plan, name: str) -> None:
+@pytest.mark.parametrize("name", ["adamw", "adamw_of_parameters", "loaded", "on_meta"])
+def test_an_optimizers_state_counts_also_where_a_checkpoint_is_loaded_or_nothing_was_made(plan: Plan, name: str) -> None:
     bare, document = plan("make"), plan(name)
     steps_bytes = 2 * 4  # a counter for each parameter
     assert document.plan.static_bytes - bare.plan.static_bytes == 2 * held(bare, Kind.PARAMETER) + steps_bytes
@@ -528,6 +537,9 @@ def test_bad_arguments_are_one_sentence_before_anything_is_traced(
     assert captured.err.count("\n") == 1
 
 
+needs_children = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's list of children")
+
+
 def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -539,9 +551,8 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's list of children")
-def test_ctrl_c_leaves_nothing_behind_and_the_old_plan_in_place(folder: Path) -> None:
-    (folder / "plan.json").write_text("old")
+def slow_build(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    """A build in the middle of its target, and the processes that it has started."""
     heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # ignored if the tests run in a shell's background
     script = f"{heeds}; import sys; from dyngran.compiler.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", script, "build", "user.py:slow", "--device", "cpu", "-o", "plan.json"]
@@ -550,13 +561,31 @@ def test_ctrl_c_leaves_nothing_behind_and_the_old_plan_in_place(folder: Path) ->
     while not (folder / "started").exists() and time.monotonic() < until and process.poll() is None:
         time.sleep(0.05)
     tracers = children_of(process.pid)
+    assert len(tracers) == 1
+    return process, tracers
+
+
+@needs_children
+def test_ctrl_c_leaves_nothing_behind_and_the_old_plan_in_place(folder: Path) -> None:
+    (folder / "plan.json").write_text("old")
+    process, tracers = slow_build(folder)
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, last_line(err)) == (INTERRUPTED, "", "dyngran-plan: interrupted; no file was changed.")
-    assert len(tracers) == 1
     assert not any(is_alive(pid) for pid in tracers)
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"plan.json", "started", "user.py"}
     assert (folder / "plan.json").read_text() == "old"
+
+
+@needs_children
+def test_the_process_that_traces_ends_with_the_one_that_asked(folder: Path) -> None:
+    process, tracers = slow_build(folder)
+    process.kill()
+    process.communicate(timeout=60)
+    until = time.monotonic() + 60
+    while any(is_alive(pid) for pid in tracers) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(is_alive(pid) for pid in tracers)
 
 
 def test_a_budget_below_the_floor_is_one_line_and_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -579,3 +579,43 @@ def test_a_graph_break_has_a_reason_and_a_line() -> None:
     assert found[1] is None and found[0] is not None
     assert "graph_break" in found[0][0]
     assert found[0][1].startswith("test_torch_private.py:")
+
+
+def test_a_function_that_goes_on_awaits_what_it_calls() -> None:
+    awaited: list[tuple[bool, bool]] = []
+
+    def backend(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        awaited.append((torch_private.is_nested(), torch_private.is_awaited()))
+        return graph.forward
+
+    def inner(x: Tensor) -> Tensor:
+        x = torch.sin(x)
+        torch._dynamo.graph_break()
+        return torch.cos(x)
+
+    def passes_on(x: Tensor) -> Tensor:
+        return inner(x)
+
+    def goes_on(x: Tensor) -> Tensor:
+        return torch.exp(inner(torch.tanh(x)))
+
+    found = []
+    for step in (inner, passes_on, goes_on):
+        torch_private.forget_compiled()
+        torch.compile(step, backend=backend)(torch.ones(2))
+        found.append([*awaited])
+        awaited.clear()
+    first, inside, called = (False, False), (True, False), (True, True)
+    assert found == [[first, inside], [inside, inside], [first, called, called, inside]]
+
+
+def test_the_nearest_compiled_forwards_are_found_through_other_operators() -> None:
+    x = torch.ones(3, requires_grad=True)
+    torch_private.forget_compiled()
+    first, second = (torch.compile(function, backend="aot_eager") for function in (torch.sin, torch.cos))
+    made = first(x)
+    (node,) = torch_private.compiled_backwards([made.flip(0) * 2, 3])
+    assert torch_private.compiled_backwards([made]) == [node]
+    again = second(made)
+    assert torch_private.compiled_backwards([made, again + made]) == [node, *torch_private.compiled_backwards([again])]
+    assert torch_private.compiled_backwards([x, x * 2, torch.ones(2)]) == []

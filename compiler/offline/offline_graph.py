@@ -41,7 +41,9 @@ class OfflineGraph(PlannedGraph):
 
     def __call__(self, *args: Any) -> Any:
         self.num_runs += 1
-        return self._run(*args)
+        outputs = self._run(*args)
+        self._returned.watch(outputs, args)
+        return outputs
 
     def _generate(
         self, module: fx.GraphModule, inputs: Sequence[Any], cut: torch_private.Partitioner, account: WrapperAccount
