@@ -40,7 +40,7 @@ check-plans: install
 	$(BIN)/dyngran-plan check bench/plans/resnet.json bench/targets.py:resnet
 
 update-plans: install
-	$(BIN)/dyngran-plan build bench/targets.py:gpt --device h100 --budget 100MiB -o bench/plans/gpt.json
+	$(BIN)/dyngran-plan build bench/targets.py:gpt --device h100 --budget 115MiB -o bench/plans/gpt.json
 	$(BIN)/dyngran-plan build bench/targets.py:resnet --device cpu --codegen eager --budget 21MiB -o bench/plans/resnet.json
 
 # mypy does not follow setuptools' editable finder, so it gets the packages as the tree that they are imported as.

@@ -74,7 +74,7 @@ class Options:
     """What the user asked for, checked.
 
     Attributes:
-        budget: peak of one step; None sets no limit.
+        budget: peak of one step; None sets no limit. uses_plan_budget: none was named, so the one that the plan file was made for counts.
         codegen: who generates code. solver: one of `SOLVERS`.
         storage: lossy formats that are allowed by name; always empty in this version.
         plan: file to take the plan from instead of solving; not opened here. plan_mismatch: what to do if it is for another graph.
@@ -86,6 +86,7 @@ class Options:
     """
 
     budget: Budget | None = None
+    uses_plan_budget: bool = False
     codegen: Codegen = Codegen.INDUCTOR
     solver: str = "auto"
     storage: tuple[str, ...] = ()
@@ -122,10 +123,11 @@ def current_defaults() -> dict[str, object]:
 
 
 def parse_options(options: Mapping[str, object] | None, *, mode: str | None = None, environ: Mapping[str, str] | None = None) -> Options:
-    """Check and merge ``options``, then `set_defaults`, then the budget in ``DYNGRAN_BUDGET``: the first that names an option wins.
+    """Check and merge ``options``, then `set_defaults`, then the budget in ``DYNGRAN_BUDGET``: the first that names an option wins. A
+    budget that none of them names is that of the plan file, if there is one.
 
     Args:
-        options: what torch.compile was given; ``{"budget": None}`` means no budget, whatever the defaults say.
+        options: what torch.compile was given; ``{"budget": None}`` means no budget, whatever the defaults or a plan file say.
         mode: the mode that torch.compile was given, if any.
         environ: os.environ unless given; an empty variable and "none" in any case set no limit.
 
@@ -164,6 +166,7 @@ def _read(options: Mapping[str, object], *, sources: Mapping[str, str]) -> Optio
     mode = options.get("mode")
     read = Options(
         budget=None if budget is None else Budget.parse(budget, source=sources.get("budget", "budget")),
+        uses_plan_budget="budget" not in options and options.get("plan") is not None,
         codegen=codegen,
         solver=_choice("solver", options.get("solver", "auto"), SOLVERS),
         storage=_storage(options.get("storage", ())),

@@ -399,7 +399,8 @@ class PlannedGraph:
         self.strategy, self.device = strategy, strategy.captured.device
         earlier = [graph.strategy for graph in self.chain.members_before(self)]
         strategy.num_equal_before = sum(one is not None and one.fingerprint == strategy.fingerprint for one in earlier)
-        self.budget_bytes = resolve_budget(self.options.budget, self.device)
+        is_in_file = self.options.uses_plan_budget
+        self.budget_bytes = strategy.document.plan.budget_bytes if is_in_file else resolve_budget(self.options.budget, self.device)
         self.static = self._measure_static(held)
         self._held_bytes = self.static.total_bytes + self._coming_gradient_bytes + self.chain.bytes_before(self, held)
         self.fed_bytes = self.chain.fed_bytes(self, held)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -18,7 +19,7 @@ from dyngran.compiler.options import Codegen, Options, Outputs, PlanMismatchPoli
 from dyngran.compiler.order_rules import order_rules
 from dyngran.compiler.partition import check_runnable
 from dyngran.compiler.plans.applied_plan import AppliedPlan, apply_document
-from dyngran.compiler.plans.planfile import check_applicable, for_problem, load_plan
+from dyngran.compiler.plans.planfile import PlanDocument, check_applicable, for_problem, load_plan
 from dyngran.compiler.prepare import prepare
 from dyngran.compiler.pricing import device_spec, price_nodes, workspace_meter
 from dyngran.compiler.static_memory import Carried, measure_static, profiling_limit
@@ -54,6 +55,7 @@ KNOWN_SLACK = 0.005  # share of the transient, where generated code is known
 GUESSED_SLACK = 0.01
 UNREAD_SHARE = 0.1  # code for the CPU holds buffers of which the simulator knows nothing, workspaces of attention among them
 SLACK_BYTES = 8 * 2**20
+UNREAD_CUDA_SHARE, UNREAD_CUDA_BYTES = 0.02, 24 * 2**20  # code for a card: 17 MiB and 0.9 % were seen (bench/results/offline-h200.jsonl)
 REFUSAL_ROOM_BYTES = 2 * 2**20  # on CUDA, for a second try: cuBLASLt keeps 1 MiB from the first recomputed product on
 NAMED_SHARE = 0.01  # of the least peak: outputs from that size on are named in a refusal
 PART_HINT = " It is the least peak of this graph, which is a part of the step: the other parts may need more."
@@ -246,21 +248,21 @@ class Strategy:
         return outcome.peak_bytes + self._slack_bytes(outcome.peak_bytes, GUESSED_SLACK)
 
     def _slack_bytes(self, peak_bytes: int, share: float) -> int:
-        if self.captured.device.type == "cpu":
-            return LOSS_BYTES + int((peak_bytes - self.problem.total_static_bytes) * self._unread_share)
-        return int((peak_bytes - self.problem.total_static_bytes) * share) + SLACK_BYTES
-
-    @property
-    def _unread_share(self) -> float:
-        """Of the transient, what code for the CPU may need beyond its simulation where none will be read."""
-        return UNREAD_SHARE if self.problem.fused and self.is_offline else 0.0
+        share, room_bytes = self._room(share)
+        return int((peak_bytes - self.problem.total_static_bytes) * share) + room_bytes
 
     def _peak_within(self, need_bytes: int) -> int:
         """The largest peak of a schedule that does not need more; what is static at least."""
         static = self.problem.total_static_bytes
+        share, room_bytes = self._room(GUESSED_SLACK)
+        return max(static, int(static + (need_bytes - room_bytes - static) / (1 + share)))
+
+    def _room(self, share: float) -> tuple[float, int]:
+        """What is left free beside a plan's peak: of the transient (``share`` on CUDA where code is read), and in bytes."""
+        is_unread = self.problem.fused and self.is_offline
         if self.captured.device.type == "cpu":
-            return max(static, int(static + (need_bytes - LOSS_BYTES - static) / (1 + self._unread_share)))
-        return static + max(0, int((need_bytes - SLACK_BYTES - static) / (1 + GUESSED_SLACK)))
+            return UNREAD_SHARE if is_unread else 0.0, LOSS_BYTES
+        return (UNREAD_CUDA_SHARE, UNREAD_CUDA_BYTES) if is_unread else (share, SLACK_BYTES)
 
     def fits(self, plan: Plan) -> bool:
         """Whether a plan whose code is known keeps its budget. One that was asked for by name or file is taken at its word: its peak."""
@@ -476,6 +478,12 @@ class Strategy:
         is_cut_off = self.planner.truncated and solver.startswith((SEARCHED, self.options.solver))
         return decide(self.simulator, outcome, budget_bytes=None, solver=solver, fastest_us=self.free.time_us, truncated=is_cut_off)
 
+    @functools.cached_property
+    def document(self) -> PlanDocument:
+        """The plan file that was asked for. Raises as `load_plan`."""
+        assert self.options.plan is not None
+        return load_plan(self.options.plan)
+
     @property
     def takes_file(self) -> bool:
         """Whether a plan file says exactly what runs: then there is no other plan to try."""
@@ -494,10 +502,9 @@ class Strategy:
     def _from_file(self, limit: int | None) -> Plan:
         assert self.options.plan is not None
         if self.applied is None:
-            document = load_plan(self.options.plan)
-            check_applicable(document, codegen=self.options.codegen.value, source=self.options.plan)
+            check_applicable(self.document, codegen=self.options.codegen.value, source=self.options.plan)
             self.applied = apply_document(
-                document,
+                self.document,
                 self.options.plan,
                 problem=self.graph_problem,
                 mark=self.fingerprint,
@@ -533,25 +540,17 @@ class Strategy:
     def _repaired(self, applied: AppliedPlan, limit: int | None) -> Plan:
         """A portable plan whose regions differ here: as it was mapped if it fits, else the fastest that one walk from it meets."""
         stored = applied.stored.plan
-        wanted = limit
-        if wanted is None and stored.budget_bytes is not None:
-            wanted = stored.budget_bytes - self._extra_bytes
         outcome = self.planner.add(applied.saved, "file")
-        if wanted is None or self._need(outcome) <= wanted:
+        if limit is None or self._need(outcome) <= limit:
             return self._plan_of(outcome, f"file, {stored.solver}")
-        within = self._peak_within(wanted) - max(0, self.correction_bytes)
+        within = self._peak_within(limit) - max(0, self.correction_bytes)
         outcome = self.planner.add(repair(self.simulator, applied.saved, within).saved, "file")
         known = [self.simulator.evaluate(saved) for saved in self.generated]  # earlier repairs of this plan, by their code
         outcome = min(
-            [outcome, *known], key=lambda one: (self._need(one) > wanted, one.time_us if self._need(one) <= wanted else self._need(one))
+            [outcome, *known], key=lambda one: (self._need(one) > limit, one.time_us if self._need(one) <= limit else self._need(one))
         )
-        if limit is not None and self._need(outcome) > limit:
+        if self._need(outcome) > limit:
             raise self._file_needs_more(outcome, self._need(outcome), limit)
-        if self._need(outcome) > wanted:
-            peak, asked = (format_bytes(size + self._extra_bytes) for size in (outcome.peak_bytes, wanted))
-            note = f"the plan of {self.options.plan} needs {peak} here, and cannot be repaired to the {asked} that it was built for"
-            self.file_notes = (*applied.notes, note)
-            log.warning("%s", note)
         return self._plan_of(outcome, f"file, {stored.solver}, repaired")
 
     def _prescribed(self, plan: Plan, limit: int | None) -> Plan:

@@ -381,6 +381,20 @@ def test_the_budget_of_a_portable_plan_counts_where_none_is_given(path: Path, fo
     assert step.plan.peak_bytes <= budget and step.plan.solver.endswith("repaired")
 
 
+def test_the_budget_of_an_exact_plan_is_kept_or_refused_where_none_is_given(path: Path) -> None:
+    stored = document(Net)
+    (graph,) = stored.graphs
+    budget = stored.peak_bytes - 1
+    save_plan(path, replace(stored, graphs=(replace(graph, plan=replace(graph.plan, budget_bytes=budget)),)))
+    with pytest.raises(BudgetTooSmall, match=r"needs that much") as caught:
+        stepped(made(Net), batch(), **EAGER, plan=str(path))
+    assert (caught.value.budget_bytes, caught.value.least_peak_bytes) == (budget, stored.peak_bytes)
+    for other in (None, stored.peak_bytes):  # no limit, and one that is named, come before the file's
+        assert stepped(made(Net), batch(), **EAGER, plan=str(path), budget=other).plan.saved == graph.plan.saved
+    afresh = stepped(made(Net), batch(), **EAGER, plan=str(path), plan_mismatch="resolve", solver="mincut")
+    assert afresh.plan.budget_bytes == budget and afresh.measured() <= budget
+
+
 def test_a_portable_plan_of_which_too_little_is_found_is_refused_with_the_share(path: Path) -> None:
     save_plan(path, changed_op(document(Net), "aten.gelu.default"))
     with pytest.raises(PlanMismatch, match=r"; 9[0-4]\.\d% of the bytes .*, and at least 95% are needed"):
