@@ -449,3 +449,27 @@ def test_other_cards_choose_by_what_they_support(card: tuple[int, int], expected
 
 if __name__ == "__main__":
     main()
+
+
+MOVED = """\
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+from dyngran.compiler.offline.torch_emulation import let_fake_modules_move
+
+let_fake_modules_move()
+with FakeTensorMode():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.to("cuda")
+    with torch.no_grad():  # with gradients a build without CUDA would abort
+        found = [*model.parameters(), *model.buffers(), *optimizer.param_groups[0]["params"], model(torch.ones(2, 3, device="cuda"))]
+print({str(tensor.device) for tensor in found}, all(map(lambda a, b: a is b, model.parameters(), optimizer.param_groups[0]["params"])))
+"""
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="needs a build with CUDA, with or without a card")
+def test_a_fake_module_moves_to_another_device_and_its_optimizer_with_it() -> None:
+    done = subprocess.run([sys.executable, "-c", MOVED], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.strip() == "{'cuda:0'} True", done.stderr

@@ -216,6 +216,7 @@ def let_fake_modules_move() -> None:
     def swap(first: torch.Tensor, second: torch.Tensor) -> None:
         if isinstance(first, FakeTensor) and isinstance(second, FakeTensor):
             first.data = second.data
+            first.fake_device = second.fake_device
         else:
             before(first, second)
 
