@@ -28,7 +28,7 @@ from dyngran.passes.problem import Kind
 from dyngran.passes.signature import planned_sizes
 from dyngran.runtime.observe import StepObserver
 from dyngran.runtime.optimizer_state import num_optimizers_seen
-from dyngran.runtime.returned import ReturnedOutputs
+from dyngran.runtime.returned import PLAIN, ReturnedOutputs
 
 log = logging.getLogger("dyngran")
 
@@ -74,7 +74,7 @@ class PlannedGraph:
         self.budget_bytes: int | None = None
         self.fed_bytes = 0
         self.observer = StepObserver()
-        self._returned = ReturnedOutputs()
+        self._returned = ReturnedOutputs(self._kinds_of_tensor())
         self._module = torch_private.keep_copy(module)
         self._fake_inputs = torch_private.fake_inputs(module)
         self._symbols = torch_private.size_symbols(self._fake_inputs)
@@ -94,6 +94,10 @@ class PlannedGraph:
         self._reserve_bytes = 0
         self._carried = Carried()
         self._coming_gradient_bytes = 0
+
+    def _kinds_of_tensor(self) -> tuple[type, ...]:
+        """What runs here: types of tensors whose storages can be told apart."""
+        return PLAIN
 
     def _is_followed(self, module: fx.GraphModule) -> bool:
         """Whether more graphs of the same step are known to come."""

@@ -414,6 +414,13 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def fake_tensor_type() -> type[torch.Tensor]:
+    """The class of tensors that have shapes and no data."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor
+
+
 def fake_tensor_mode() -> Any:
     """A mode in which tensors have shapes and no data; real tensors that meet them are taken as fake ones."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -6,11 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import TypeGuard
 
 import torch
-from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-_WATCHED = (torch.Tensor, torch.nn.Parameter, FakeTensor)
-
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # tensors with memory of their own; subclasses and sparse ones have none that could be watched
 Watched = dict[int, tuple[StorageWeakRef, int]]  # storages by identity, and their bytes
 
 
@@ -22,7 +20,9 @@ class ReturnedOutputs:
         dropped_bytes: least that was gone at the end of one; 0 before the first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: tuple[type, ...] = PLAIN) -> None:
+        """``kinds``: types of tensors whose storages are watched."""
+        self._kinds = kinds
         self.held_bytes = 0
         self.dropped_bytes = 0
         self._has_ended = False
@@ -33,11 +33,11 @@ class ReturnedOutputs:
     def watch(self, outputs: Sequence[object], inputs: Iterable[object]) -> None:
         """A forward returned ``outputs``; those that lie in the memory of ``inputs`` are the caller's own."""
         if self._made is None:
-            own = {item.untyped_storage()._cdata for item in inputs if _has_storage(item)}
+            own = {item.untyped_storage()._cdata for item in inputs if self._is_watched(item)}
             self._made = tuple(
-                place for place, item in enumerate(outputs) if _has_storage(item) and item.untyped_storage()._cdata not in own
+                place for place, item in enumerate(outputs) if self._is_watched(item) and item.untyped_storage()._cdata not in own
             )
-        storages = [item.untyped_storage() for place in self._made if _has_storage(item := outputs[place])]
+        storages = [item.untyped_storage() for place in self._made if self._is_watched(item := outputs[place])]
         found = {storage._cdata: storage for storage in storages}
         watched = {
             identity: (StorageWeakRef(storage), storage.nbytes())  # type: ignore[no-untyped-call]  # torch gives it no types
@@ -48,8 +48,11 @@ class ReturnedOutputs:
 
     def sizes_in(self, tensors: Iterable[object]) -> list[int]:
         """Bytes of each storage that the latest forward made and returned and that is among ``tensors``."""
-        present = {item.untyped_storage()._cdata for item in tensors if _has_storage(item)}
+        present = {item.untyped_storage()._cdata for item in tensors if self._is_watched(item)}
         return [size for identity, (storage, size) in self._latest.items() if identity in present and not _is_gone(storage)]
+
+    def _is_watched(self, item: object) -> TypeGuard[torch.Tensor]:
+        return isinstance(item, torch.Tensor) and type(item) in self._kinds and item.layout is torch.strided
 
     def carried_bytes(self) -> int:
         """Of what the latest forward returned, what is still held although its backward has ended: it lives while the next forward runs."""
@@ -73,8 +76,3 @@ def _held_bytes(watched: Watched) -> int:
 
 def _is_gone(storage: StorageWeakRef) -> bool:
     return bool(storage.expired())  # type: ignore[no-untyped-call]  # torch gives it no types
-
-
-def _has_storage(item: object) -> TypeGuard[torch.Tensor]:
-    """A plain dense tensor, or a fake one; other subclasses and sparse tensors have no memory of their own that could be watched."""
-    return isinstance(item, torch.Tensor) and type(item) in _WATCHED and item.layout is torch.strided

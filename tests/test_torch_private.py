@@ -541,6 +541,7 @@ def test_a_step_of_tensors_without_data_is_traced_up_to_the_partition() -> None:
 
     torch_private.forget_compiled()
     with torch_private.fake_tensor_mode():
+        assert type(torch.ones(2)) is torch_private.fake_tensor_type()
         net = Net()
         loss = torch.compile(net, backend=backend)(torch.randn(4, 8))
         loss.backward()

@@ -31,6 +31,9 @@ class OfflineGraph(PlannedGraph):
         self._more_follow = is_followed
         super().__init__(module, inputs, options)
 
+    def _kinds_of_tensor(self) -> tuple[type, ...]:
+        return (*super()._kinds_of_tensor(), torch_private.fake_tensor_type())
+
     def _is_followed(self, module: fx.GraphModule) -> bool:
         return self._more_follow or super()._is_followed(module)
 
