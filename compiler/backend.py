@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from torch import fx
 
 from dyngran.compiler import registry
+from dyngran.compiler.chain import StepChain
 from dyngran.compiler.options import parse_options
 from dyngran.compiler.planned_graph import PlannedGraph
 from dyngran.passes.errors import DyngranError
@@ -29,6 +30,7 @@ def dyngran(
         graph = PlannedGraph(module, example_inputs, parse_options(options, mode=mode))
         graph.compile(example_inputs)
     except DyngranError as error:
+        StepChain.leave()
         return _refuse(error)
     registry.remember(graph)
     return graph

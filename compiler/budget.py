@@ -141,7 +141,7 @@ def _nearest(match: re.Match[str] | None) -> str:
     """A suggestion for an amount whose unit is no unit."""
     if match is None:
         return ""
-    near = [f"{match[2]}ib"] if f"{match[2]}ib" in UNIT_BYTES else get_close_matches(match[2], UNIT_BYTES, n=1)
+    near = [f"{match[2]}ib"] if f"{match[2]}ib" in UNIT_BYTES else get_close_matches(match[2], UNIT_BYTES.keys() - {"b"}, n=1)
     return f"; did you mean '{match[1]}{_UNITS[near[0]]}'?" if near else ""
 
 

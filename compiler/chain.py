@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from dyngran.compiler import torch_private
+from dyngran.compiler.static_memory import storage_bytes
 from dyngran.passes.plan import Plan
-from dyngran.passes.problem import Kind
 from dyngran.runtime.memory import device_memory
 from dyngran.runtime.optimizer_state import find_optimizers
 
@@ -26,11 +26,11 @@ class Member(Protocol):
     plan: Plan | None
     device: torch.device
     chain: StepChain
-    fed_bytes: int
+    frame_id: int | None
+    held: dict[int, int]
 
     def parameters(self) -> list[torch.nn.Parameter]: ...
-    def static_of(self, kinds: tuple[Kind, ...]) -> int: ...
-    def saved_bytes_in(self, inputs: Sequence[Any]) -> int: ...
+    def saved_outputs(self) -> dict[int, int]: ...
 
 
 class StepChain:
@@ -45,6 +45,7 @@ class StepChain:
     def __init__(self) -> None:
         self._members: list[weakref.ref[Any]] = []
         self._continues: list[bool] = []
+        self.has_run_backward = False
 
     @classmethod
     def join(cls, member: Any, inputs: Sequence[Any], *, continues: bool) -> StepChain:
@@ -53,7 +54,7 @@ class StepChain:
         ``continues``: more graphs of the same step are known to follow.
         """
         chain = getattr(cls._open, "chain", None)
-        if chain is None or not torch_private.is_nested():  # one that no graph followed after all, or that a refusal has left
+        if chain is None or chain._is_over(member):
             chain = cls()
         feeding = [one for producer in cls._producers(inputs) for one in (*producer.chain.members_before(producer), producer)]
         if set(map(id, feeding)) - set(map(id, chain.members())):
@@ -68,12 +69,23 @@ class StepChain:
         distinct = list({id(one): one for one in members}.values())
         last: StepChain = distinct[-1].chain
         if last.members() == distinct:
+            last.has_run_backward = False
             return last
         chain = cls()
         for one in distinct:
             chain._add(one, one.chain.continues(one))
             one.chain = chain
         return chain
+
+    def _is_over(self, member: Any) -> bool:
+        """Whether ``member`` is of another forward: backward has begun, no compiled code runs, or its code was compiled for this one."""
+        frames = [one.frame_id for one in self.members() if one.frame_id is not None]
+        return self.has_run_backward or not torch_private.is_nested() or member.frame_id in frames
+
+    @classmethod
+    def leave(cls) -> None:
+        """A forward ends here, by a refusal: what is compiled next is of another."""
+        cls._open.chain = None
 
     def _add(self, member: Any, continues: bool) -> None:
         self._members.append(weakref.ref(member))
@@ -108,14 +120,18 @@ class StepChain:
         memory = device_memory(member.device)
         if memory.allocated_bytes is not None:
             return 0
-        earlier = [m for m in self.members_before(member) if m.plan is not None]
-        kinds = (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT) if memory.held_bytes is None else ()  # else each graph counts what all hold
-        held_bytes: int = sum(m.plan.saved_bytes + m.static_of(kinds) - (m.fed_bytes if kinds else 0) for m in earlier)
-        return held_bytes - self.fed_bytes(member, inputs)
-
-    def fed_bytes(self, member: Any, inputs: Sequence[Any]) -> int:
-        """Of ``inputs``, what earlier graphs have saved: it is counted there too."""
-        return sum(one.saved_bytes_in(inputs) for one in self.members_before(member))
+        earlier = self.members_before(member)
+        total_bytes = sum(one.plan.saved_bytes for one in earlier if one.plan is not None)
+        if memory.held_bytes is not None:  # each graph counts what all of them hold
+            return total_bytes
+        counted = storage_bytes(inputs, member.device)
+        for one in earlier:
+            saved = one.saved_outputs()
+            total_bytes -= sum(size for storage, size in saved.items() if storage in counted)
+            counted |= saved
+            total_bytes += sum(size for storage, size in one.held.items() if storage not in counted)
+            counted |= one.held
+        return total_bytes
 
     def bytes_after(self, member: Any, held: Sequence[Any]) -> int:
         """Bytes that later graphs will hold while backward of this one runs: gradients (where no allocator counts them, also the

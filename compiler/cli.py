@@ -4,13 +4,14 @@ sentence on stderr for bad input and output that fails; 130 after Ctrl-C."""
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from dyngran.compiler.version import VERSION
-from dyngran.passes.errors import DyngranError
+from dyngran.passes.errors import DyngranError, InvalidOption
 
 COMMANDS = ("build", "show", "frontier", "max_batch", "diff", "check", "doctor")  # modules of `compiler.commands`, as help lists them
 INTERRUPTED = 130
@@ -35,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("dyngran-plan: cannot write the output: standard output is closed.", file=sys.stderr)
         return 2
     try:
-        options = parser(given).parse_args(given)
+        options, unknown = parser(given).parse_known_args(given)
+        if unknown:
+            raise InvalidOption(_unknown(options, unknown))
         code: int = options.run(options)
         sys.stdout.flush()
     except DyngranError as error:
@@ -52,6 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"dyngran-plan: cannot write the output: {error.strerror or error}.", file=sys.stderr)
         return 2
     return code
+
+
+def _unknown(options: argparse.Namespace, arguments: Sequence[str]) -> str:
+    """What is wrong with arguments that the command does not take, with the nearest that it does."""
+    names = [f"--{name.replace('_', '-')}" for name in vars(options) if name != "run"]
+    arguments = [argument for argument in arguments if argument.startswith("-")] or arguments  # what follows one may be its value
+    near = difflib.get_close_matches(arguments[0].partition("=")[0], names, n=1)
+    guess = f"; did you mean {near[0]}?" if near else "."
+    return f"this command does not take {' '.join(arguments)!r}{guess} Its --help lists what it takes."
 
 
 def _drop_output() -> None:

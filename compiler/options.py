@@ -143,8 +143,9 @@ def parse_options(options: Mapping[str, object] | None, *, mode: str | None = No
         defaults = {name: value for name, value in defaults.items() if name in OPTION_NAMES and name != "mode"}
     merged = {**defaults, **given}
     text = (os.environ if environ is None else environ).get(BUDGET_VARIABLE, "")
-    if text.strip().lower() not in NO_BUDGET and "budget" not in merged:
-        return _read({**merged, "budget": text}, sources={"budget": BUDGET_VARIABLE})
+    if text.strip() and "budget" not in merged:
+        named = None if text.strip().lower() in NO_BUDGET else text
+        return _read({**merged, "budget": named}, sources={"budget": BUDGET_VARIABLE})
     return _read(merged, sources={})
 
 

@@ -18,10 +18,11 @@ from dyngran.compiler.chain import StepChain
 from dyngran.compiler.options import Codegen, Options, Outputs
 from dyngran.compiler.partition import partition
 from dyngran.compiler.progress import Heartbeat
+from dyngran.compiler.room import LOSS_BYTES
 from dyngran.compiler.situation import Situation, existing_gradient_bytes, gradients_to_come
-from dyngran.compiler.static_memory import Carried, StaticMemory, input_kinds, measure_static, resolve_budget
+from dyngran.compiler.static_memory import Carried, StaticMemory, input_kinds, measure_static, resolve_budget, storage_bytes
 from dyngran.compiler.store import options_key
-from dyngran.compiler.strategy import FILE_HINT, LOSS_BYTES, Strategy
+from dyngran.compiler.strategy import FILE_HINT, Strategy
 from dyngran.passes.errors import BudgetTooSmall, DyngranError, ToolMissing, format_bytes
 from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Kind
@@ -55,7 +56,8 @@ class PlannedGraph:
         is_offline: the graph is planned and never generated (`OfflineGraph`).
         num_runs: how often it ran in the step that was traced; 1 where that is not counted.
         graph_break: (reason, "file.py:12") of the break that follows this graph, if one does.
-        fed_bytes: of its inputs, what earlier graphs of the step save.
+        frame_id: Dynamo's number of the code that the graph is of. held: storages of what the graph was called with, when that was looked
+            at: bytes by identity.
         notes: sentences for `explain`. observer: what was measured while it ran.
     """
 
@@ -65,6 +67,7 @@ class PlannedGraph:
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> None:
         self.options = options
         self.graph_break = torch_private.break_reason(module)
+        self.frame_id = torch_private.frame_id()
         self.chain = StepChain.join(self, inputs, continues=self._is_followed(module))
         self.notes: list[str] = []
         self.plan: Plan | None = None
@@ -72,7 +75,7 @@ class PlannedGraph:
         self.static: StaticMemory | None = None
         self.device = torch.device("cpu")
         self.budget_bytes: int | None = None
-        self.fed_bytes = 0
+        self.held: dict[int, int] = {}
         self.observer = StepObserver()
         self._returned = ReturnedOutputs(self._kinds_of_tensor())
         self._module = torch_private.keep_copy(module)
@@ -143,6 +146,7 @@ class PlannedGraph:
 
     def _look(self, args: Sequence[Any]) -> None:
         """Compare what is held now with what the plan assumed, and what was measured with the budget; drop rungs that no longer hold."""
+        self.held = storage_bytes(args, self.device)
         if self.plan is None or self.budget_bytes is None or not self.options.guard:
             return
         if len(self._steps_repeated) >= 2 and not self._is_repeated:  # once may be a forward whose loss was thrown away
@@ -257,13 +261,14 @@ class PlannedGraph:
         observed = self.observer.around(run, is_backward)
 
         def counted(args: list[Any]) -> Any:
+            results = observed(args)  # a forward may end the step before
             if self._step_of_open != self.observer.num_steps:  # forwards that never got a backward die with their step
                 self._step_of_open, self._num_open = self.observer.num_steps, 0
             if is_backward and self._num_open > 1:
                 self._steps_repeated.add(self.observer.num_steps)
             self._num_open = max(0, self._num_open - 1) if is_backward else self._num_open + 1
-            results = observed(args)
             if is_backward:
+                self.chain.has_run_backward = True
                 self._returned.end_backward()
             return results
 
@@ -272,6 +277,7 @@ class PlannedGraph:
 
     def _build(self, inputs: Sequence[Any], held: Sequence[Any]) -> Callable[..., Any]:
         """Plan, partition and generate code. ``inputs`` are what AOTAutograd traces with, ``held`` the real tensors of this call."""
+        self.held = storage_bytes(held, self.device)
         present = list(held)  # emptied below: compiled code keeps its partitioner, and with it this batch
         try:
             return self._noted(self._first_that_fits(inputs, present))
@@ -407,7 +413,6 @@ class PlannedGraph:
         self.budget_bytes = strategy.document.plan.budget_bytes if is_in_file else resolve_budget(self.options.budget, self.device)
         self.static = self._measure_static(held)
         self._held_bytes = self.static.total_bytes + self._coming_gradient_bytes + self.chain.bytes_before(self, held)
-        self.fed_bytes = self.chain.fed_bytes(self, held)
         self._reserve_bytes = self.chain.bytes_after(self, held) if self.budget_bytes is not None else 0
         self.plan = strategy.solve(
             self.budget_bytes, held_bytes=self._held_bytes + self._reserve_bytes, tight=self._is_repeated or self.chain.continues(self)
@@ -456,7 +461,8 @@ class PlannedGraph:
                 budget_bytes=self.budget_bytes,
                 least_peak_bytes=self.plan.peak_bytes + self.strategy.refusal_room_bytes,
                 pinned=self.strategy.pinned_at_peak(self.plan),
-                hint=f"The code of the plan in {self.options.plan} needs that much here. {FILE_HINT}",
+                hint=f"Its code was read. {FILE_HINT}",
+                of_file=str(self.options.plan),
             )
         besides = self._held_bytes + self._reserve_bytes + self.strategy.margin_bytes + self.strategy.refusal_room_bytes
         least_bytes = self.strategy.least_need_bytes() + besides
@@ -472,13 +478,17 @@ class PlannedGraph:
         """Static bytes of these kinds when the plan was made."""
         return 0 if self.static is None else sum(self.static.bytes_by_kind.get(kind, 0) for kind in kinds)
 
-    def saved_bytes_in(self, inputs: Sequence[Any]) -> int:
-        """Bytes of what the plan saves that the latest forward returned and that is among ``inputs``, which count it too."""
+    def saved_outputs(self) -> dict[int, int]:
+        """What the latest forward returned that the plan saves, as far as sizes tell: bytes by identity of the storage."""
         if self.plan is None or self.strategy is None:
-            return 0
-        problem = self.strategy.problem
+            return {}
+        problem, found = self.strategy.problem, {}
         saved = Counter(problem.values[value].size_bytes for value in self.plan.saved & problem.forward_outputs)
-        return sum((saved & Counter(self._returned.sizes_in(inputs))).elements())
+        for storage, size in self._returned.alive().items():
+            if saved[size]:
+                saved[size] -= 1
+                found[storage] = size
+        return found
 
 
 class _kept_random_state:

@@ -68,12 +68,9 @@ def _sentences(report: Report | StepReport) -> tuple[str, ...]:
         again = "1 op runs again in backward" if num_recomputed == 1 else f"{num_recomputed} ops run again in backward"
     else:
         again = f"the order of ops is prescribed, and {num_recomputed} of their runs {'repeats' if num_recomputed == 1 else 'repeat'} one"
-    sentences.append(
-        f"Plan by {solvers}{cut}: {again}, "
-        f"{format_us(sum(each.recompute_us for each in plans))}; "
-        f"{format_us(sum(each.overhead_us for each in plans))} slower than without a budget."
-    )
-    if all(each.bound for each in plans):
+    slower = f"{format_us(sum(each.overhead_us for each in plans))} slower than torch's own partition"
+    sentences.append(f"Plan by {solvers}{cut}: {again}, {format_us(sum(each.recompute_us for each in plans))}; {slower}.")
+    if plan.budget_bytes is not None and all(each.bound for each in plans):
         gap = 1 - sum(each.bound_us for each in plans) / max(sum(each.time_us for each in plans), 1e-9)
         if all(each.bound.startswith("exact") for each in plans):
             sentences.append("No plan that keeps the budget is faster: proven.")

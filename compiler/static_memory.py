@@ -87,6 +87,16 @@ def measure_static(inputs: Sequence[Any], device: torch.device, *, carried_bytes
     return StaticMemory(bytes_by_kind={kind: size for kind, size in totals.items() if size}, optimizer_source=source)
 
 
+def storage_bytes(tensors: Iterable[Any], device: torch.device) -> dict[int, int]:
+    """Bytes of every storage on ``device`` that ``tensors`` lie in, by its identity as long as it lives."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.device.type == device.type and tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            sizes[storage._cdata] = rounded_bytes(storage.nbytes(), device)
+    return sizes
+
+
 def _future_workspace_bytes(device: torch.device) -> int:
     """The matmul workspace that the backward thread's library handle will keep, if no step has run in this process yet.
 

@@ -18,10 +18,11 @@ from dyngran.compiler.capture import Captured, JointGraph, capture
 from dyngran.compiler.options import Codegen, Options, Outputs, PlanMismatchPolicy
 from dyngran.compiler.order_rules import order_rules
 from dyngran.compiler.partition import check_runnable
-from dyngran.compiler.plans.applied_plan import AppliedPlan, apply_document
+from dyngran.compiler.plans.applied_plan import REMEDY, AppliedPlan, apply_document
 from dyngran.compiler.plans.planfile import PlanDocument, check_applicable, for_problem, load_plan
 from dyngran.compiler.prepare import prepare
 from dyngran.compiler.pricing import device_spec, price_nodes, workspace_meter
+from dyngran.compiler.room import GUESSED_SLACK, KNOWN_SLACK, LOSS_BYTES, room_beside
 from dyngran.compiler.static_memory import Carried, measure_static, profiling_limit
 from dyngran.compiler.storages import planned_device
 from dyngran.compiler.store import (
@@ -51,15 +52,9 @@ log = logging.getLogger("dyngran.plan")
 
 # On CUDA above what is accounted for. The caching allocator hands out a cached block that is up to 1 MiB too large without splitting it:
 # less than 0.5 % of the transient on a Llama, a ViT-L and a ResNet-152. Libraries keep up to 5 MiB of their own from their first step on.
-KNOWN_SLACK = 0.005  # share of the transient, where generated code is known
-GUESSED_SLACK = 0.01
-UNREAD_SHARE = 0.1  # code for the CPU holds buffers of which the simulator knows nothing, workspaces of attention among them
-SLACK_BYTES = 8 * 2**20
-UNREAD_CUDA_SHARE, UNREAD_CUDA_BYTES = 0.02, 24 * 2**20  # code for a card: 17 MiB and 0.9 % were seen (bench/results/offline-h200.jsonl)
 REFUSAL_ROOM_BYTES = 2 * 2**20  # on CUDA, for a second try: cuBLASLt keeps 1 MiB from the first recomputed product on
 NAMED_SHARE = 0.01  # of the least peak: outputs from that size on are named in a refusal
 PART_HINT = " It is the least peak of this graph, which is a part of the step: the other parts may need more."
-LOSS_BYTES = 64  # the loss and the gradient it starts from are eager scalars
 SEARCHED = "auto"  # who made a plan that was searched for, before the name of the solver that found it
 FILE_HINT = (
     "Raise the budget, build the plan for a smaller one, or search for another here: remove the option plan, or add "
@@ -221,6 +216,7 @@ class Strategy:
                 budget_bytes=budget_bytes or 0,
                 least_peak_bytes=error.least_peak_bytes + extra + self.refusal_room_bytes,
                 pinned=error.pinned,
+                of_file=error.of_file,
                 hint=error.hint
                 + self._hint_of_room(error.least_peak_bytes)
                 + (PART_HINT if tight else self.hint_of_outputs(error.least_peak_bytes)),
@@ -258,11 +254,7 @@ class Strategy:
         return max(static, int(static + (need_bytes - room_bytes - static) / (1 + share)))
 
     def _room(self, share: float) -> tuple[float, int]:
-        """What is left free beside a plan's peak: of the transient (``share`` on CUDA where code is read), and in bytes."""
-        is_unread = self.problem.fused and self.is_offline
-        if self.captured.device.type == "cpu":
-            return UNREAD_SHARE if is_unread else 0.0, LOSS_BYTES
-        return (UNREAD_CUDA_SHARE, UNREAD_CUDA_BYTES) if is_unread else (share, SLACK_BYTES)
+        return room_beside(self.captured.device.type, share=share, is_unread=self.problem.fused and self.is_offline)
 
     def fits(self, plan: Plan) -> bool:
         """Whether a plan whose code is known keeps its budget. One that was asked for by name or file is taken at its word: its peak."""
@@ -277,8 +269,12 @@ class Strategy:
         if self.options.plan is not None and not self.is_resolving:
             try:
                 return self._from_file(limit)
-            except (PlanMismatch, BudgetTooSmall) as error:
-                if not self.leave_file(str(error)):
+            except PlanMismatch as error:
+                if not self.leave_file(str(error).removesuffix(f" {REMEDY}")):
+                    raise
+            except BudgetTooSmall as error:
+                need, budget = (format_bytes(size + self._extra_bytes) for size in (error.least_peak_bytes, error.budget_bytes))
+                if not self.leave_file(f"its plan needs {need} here, and the budget is {budget}"):
                     raise
         if self.options.solver != "auto":
             return self._by_name(limit)
@@ -534,7 +530,8 @@ class Strategy:
             budget_bytes=limit,
             least_peak_bytes=least_bytes,
             pinned=self.pinned_at_peak(outcome),
-            hint=f"The plan of {self.options.plan} needs that much. {FILE_HINT}",
+            hint=FILE_HINT,
+            of_file=str(self.options.plan),
         )
 
     def _repaired(self, applied: AppliedPlan, limit: int | None) -> Plan:
@@ -573,7 +570,8 @@ class Strategy:
                 budget_bytes=limit,
                 least_peak_bytes=outcome.peak_bytes,
                 pinned=self.pinned_at_peak(plan),
-                hint=f"The plan of {self.options.plan} needs that much. {FILE_HINT}",
+                hint=FILE_HINT,
+                of_file=str(self.options.plan),
             )
         replayed = Outcome(schedule=plan.schedule, **{one.name: getattr(outcome, one.name) for one in fields(outcome)})
         return self._plan_of(replayed, f"file, {plan.solver}")

@@ -34,6 +34,7 @@ Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 HIGHER_ORDER_TYPE = torch._ops.HigherOrderOperator
 MUST_SAVE = CheckpointPolicy.MUST_SAVE
 RESUME_NAMES = ("__resume_at", "torch_dynamo_resume_in")
+LEAVING = ("RETURN", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE")  # opcodes after which the next is not run
 MAX_NODES = 100_000  # of autograd's graph that are looked at
 USER_RECOMPUTES = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
@@ -710,6 +711,14 @@ def ends_in_graph_break(module: fx.GraphModule) -> bool:
     return bool(reason is not None and reason.graph_break)
 
 
+def frame_id() -> int | None:
+    """Dynamo's number of the code that is being compiled, the same whenever that is compiled again; None outside of a compilation."""
+    from torch._guards import CompileContext
+
+    found = CompileContext.current_compile_id()
+    return None if found is None else found.frame_id
+
+
 def is_nested() -> bool:
     """True if code that Dynamo has made is being run: what is compiled now is called by it, or goes on after it."""
     return any(True for _ in _compiled_frames())
@@ -732,11 +741,26 @@ def _compiled_frames() -> Iterator[FrameType]:
 
 
 def _resumes_after(frame: FrameType) -> bool:
-    """Whether code of Dynamo's calls one of its resume functions after the instruction at which ``frame`` stands: a global one, or one made
-    there if it has free variables."""
-    ahead = (instruction.argval for instruction in dis.get_instructions(frame.f_code) if instruction.offset > frame.f_lasti)
-    named = (value.co_name if isinstance(value, CodeType) else value for value in ahead)
-    return any(isinstance(name, str) and name.startswith(RESUME_NAMES) for name in named)
+    """Whether code of Dynamo's can come to a call of one of its resume functions from the instruction at which ``frame`` stands: a global
+    one, or one made there if it has free variables."""
+    code = list(dis.get_instructions(frame.f_code))
+    places = {instruction.offset: place for place, instruction in enumerate(code)}
+    seen: set[int] = set()
+    left = [sum(instruction.offset <= frame.f_lasti for instruction in code)]
+    while left:
+        place = left.pop()
+        if place in seen or place >= len(code):
+            continue
+        seen.add(place)
+        instruction = code[place]
+        name = instruction.argval.co_name if isinstance(instruction.argval, CodeType) else instruction.argval
+        if isinstance(name, str) and name.startswith(RESUME_NAMES):
+            return True
+        if instruction.opcode in dis.hasjrel or instruction.opcode in dis.hasjabs:
+            left.append(places[instruction.argval])
+        if not instruction.opname.startswith(LEAVING):
+            left.append(place + 1)
+    return False
 
 
 def compiled_backwards(tensors: Iterable[Any]) -> list[Any]:

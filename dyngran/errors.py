@@ -27,3 +27,6 @@ __all__ = [
     "ToolMissing",
     "UnknownSize",
 ]
+
+for _name in __all__:
+    globals()[_name].__module__ = __name__  # as a traceback shows it

@@ -80,23 +80,30 @@ class BudgetTooSmall(DyngranError):
         budget_bytes: the budget that was asked for.
         least_peak_bytes: the least peak that a known plan reaches; training at this budget works.
         pinned: ``(name, bytes)`` of the largest values that are live at that peak, largest first.
+        of_file: the plan file that was asked for, if it is the peak of its plan and not of any.
     """
 
-    def __init__(self, *, budget_bytes: int, least_peak_bytes: int, pinned: tuple[tuple[str, int], ...], hint: str = "") -> None:
+    def __init__(
+        self, *, budget_bytes: int, least_peak_bytes: int, pinned: tuple[tuple[str, int], ...], hint: str = "", of_file: str = ""
+    ) -> None:
         self.budget_bytes = budget_bytes
         self.least_peak_bytes = least_peak_bytes
         self.pinned = pinned
         self.hint = hint
+        self.of_file = of_file
+        what = f"what the plan of {of_file} needs here," if of_file else "the least reachable peak"
         largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in pinned[:5]) or "nothing that is planned"
         advice = hint or "Raise the budget to the least peak or lower the batch size."
         super().__init__(
-            f"budget {format_bytes(budget_bytes)} ({budget_bytes} bytes) is below the least reachable peak "
+            f"budget {format_bytes(budget_bytes)} ({budget_bytes} bytes) is below {what} "
             f"{format_bytes_up(least_peak_bytes)} ({least_peak_bytes} bytes). At that peak these cannot be freed: {largest}. {advice}"
         )
 
-    def __reduce__(self) -> tuple[object, tuple[int, int, tuple[tuple[str, int], ...], str]]:
-        return (_budget_too_small, (self.budget_bytes, self.least_peak_bytes, self.pinned, self.hint))
+    def __reduce__(self) -> tuple[object, tuple[int, int, tuple[tuple[str, int], ...], str, str]]:
+        return (_budget_too_small, (self.budget_bytes, self.least_peak_bytes, self.pinned, self.hint, self.of_file))
 
 
-def _budget_too_small(budget_bytes: int, least_peak_bytes: int, pinned: tuple[tuple[str, int], ...], hint: str) -> BudgetTooSmall:
-    return BudgetTooSmall(budget_bytes=budget_bytes, least_peak_bytes=least_peak_bytes, pinned=pinned, hint=hint)
+def _budget_too_small(
+    budget_bytes: int, least_peak_bytes: int, pinned: tuple[tuple[str, int], ...], hint: str, of_file: str
+) -> BudgetTooSmall:
+    return BudgetTooSmall(budget_bytes=budget_bytes, least_peak_bytes=least_peak_bytes, pinned=pinned, hint=hint, of_file=of_file)

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 MARKER = "dyngran::measure::"
 LOG_LEVEL = "KINETO_LOG_LEVEL"
 
-_one_session = threading.Lock()
+one_session = threading.RLock()  # held by whose session of the profiler is open: two at a time crash
 _was_started: list[bool] = []
 
 
@@ -46,7 +46,7 @@ class Recorder:
 @contextmanager
 def recorded(device: torch.device) -> Iterator[Recorder | None]:
     """A session of the profiler for allocations on one device; None while somebody else's is active."""
-    with _one_session:
+    with one_session:
         if profiler_is_active():
             yield None
             return
@@ -99,7 +99,7 @@ def start_profiler_once() -> None:
 
     It also writes two marks to stderr for every session of the process, unless its log level says otherwise when the first one starts.
     """
-    with _one_session:
+    with one_session:
         if not _was_started and not profiler_is_active():
             with _quiet_profiler(), profile(activities=[ProfilerActivity.CPU], acc_events=True):
                 _was_started.append(True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from dyngran.passes.record_memory import profiler_is_active, start_profiler_once
+from dyngran.passes.record_memory import one_session, profiler_is_active, start_profiler_once
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -120,17 +120,27 @@ class CpuAllocationTrace:
         self._session: Any = None  # a torch.profiler.profile, which is not annotated
 
     def __enter__(self) -> CpuAllocationTrace:
-        start_profiler_once()
-        if not profiler_is_active():
-            self._session = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
-            self._session.__enter__()
+        if not one_session.acquire(blocking=False):  # another thread's
+            return self
+        try:
+            start_profiler_once()
+            if not profiler_is_active():
+                session: Any = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+                session.__enter__()
+                self._session = session
+        finally:
+            if self._session is None:
+                one_session.release()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         session, self._session = self._session, None
         if session is None:
             return
-        session.__exit__(kind, error, trace)
+        try:
+            session.__exit__(kind, error, trace)
+        finally:
+            one_session.release()
         results = session.profiler.kineto_results if session.profiler is not None else None
         if results is None:
             return

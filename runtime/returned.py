@@ -46,10 +46,9 @@ class ReturnedOutputs:
         self._open = [*self._open[-1:], watched]
         self._latest = watched
 
-    def sizes_in(self, tensors: Iterable[object]) -> list[int]:
-        """Bytes of each storage that the latest forward made and returned and that is among ``tensors``."""
-        present = {item.untyped_storage()._cdata for item in tensors if self._is_watched(item)}
-        return [size for identity, (storage, size) in self._latest.items() if identity in present and not _is_gone(storage)]
+    def alive(self) -> dict[int, int]:
+        """Bytes of each storage that the latest forward made and returned and that is still held, by its identity."""
+        return {identity: size for identity, (storage, size) in self._latest.items() if not _is_gone(storage)}
 
     def _is_watched(self, item: object) -> TypeGuard[torch.Tensor]:
         return isinstance(item, torch.Tensor) and type(item) in self._kinds and item.layout is torch.strided

@@ -386,7 +386,7 @@ def test_the_budget_of_an_exact_plan_is_kept_or_refused_where_none_is_given(path
     (graph,) = stored.graphs
     budget = stored.peak_bytes - 1
     save_plan(path, replace(stored, graphs=(replace(graph, plan=replace(graph.plan, budget_bytes=budget)),)))
-    with pytest.raises(BudgetTooSmall, match=r"needs that much") as caught:
+    with pytest.raises(BudgetTooSmall, match=r"is below what the plan of .*plan\.json needs here") as caught:
         stepped(made(Net), batch(), **EAGER, plan=str(path))
     assert (caught.value.budget_bytes, caught.value.least_peak_bytes) == (budget, stored.peak_bytes)
     for other in (None, stored.peak_bytes):  # no limit, and one that is named, come before the file's
@@ -419,14 +419,14 @@ def test_a_budget_that_the_plan_exceeds_is_refused_with_the_one_that_does(path: 
     save_plan(path, stored)
     module = made(Net)
     budget = stored.peak_bytes - 1
-    with pytest.raises(BudgetTooSmall, match=r"The plan of .*plan\.json needs that much\. .*'plan_mismatch': 'resolve'") as caught:
+    with pytest.raises(BudgetTooSmall, match=r"is below what the plan of .*plan\.json needs here.*'plan_mismatch': 'resolve'") as caught:
         stepped(module, batch(), **EAGER, plan=str(path), budget=budget)
     assert caught.value.least_peak_bytes == stored.peak_bytes
     step = stepped(module, batch(), **EAGER, plan=str(path), budget=caught.value.least_peak_bytes)
     assert step.plan.saved == stored.plan.saved
     other = stepped(module, batch(), **EAGER, plan=str(path), budget=budget, plan_mismatch="resolve", solver="mincut")
     assert other.plan.saved != stored.plan.saved and other.measured() <= budget
-    assert any(note.startswith(f"planned afresh, and not by {path}: budget ") for note in other.notes)
+    assert any(note.startswith(f"planned afresh, and not by {path}: its plan needs ") for note in other.notes)
 
 
 def test_a_budget_that_no_repair_keeps_is_refused_with_one_that_does(path: Path) -> None:
@@ -532,7 +532,7 @@ def test_under_inductor_the_code_decides(path: Path) -> None:
     save_plan(path, stored)
     again = stepped(module, batch(), **INDUCTOR, plan=str(path), budget=peak)
     assert again.plan.saved == first.plan.saved and again.plan.peak_bytes == peak and again.equals(first)
-    with pytest.raises(BudgetTooSmall, match=r"plan\.json needs that much") as caught:
+    with pytest.raises(BudgetTooSmall, match=r"plan\.json needs here") as caught:
         stepped(module, batch(), **INDUCTOR, plan=str(path), budget=peak - 1)
     assert caught.value.least_peak_bytes == peak
     other = stepped(module, batch(), **INDUCTOR, plan=str(path), budget=peak - 1, plan_mismatch="resolve", solver="region")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from measure import measured_peak
 from torch import Tensor, nn
 
 import dyngran
+from dyngran.compiler.planned_graph import REPEAT_NOTE
 from dyngran.compiler.registry import graphs_of
 from dyngran.errors import BudgetTooSmall
 
@@ -158,3 +160,97 @@ def test_a_later_graph_that_is_compiled_again_knows_those_before_it() -> None:
     newest = graphs_of(step.compiled)
     assert len(newest) == 3
     assert newest[-1].chain.members() == newest
+
+
+class Wrapped(nn.Module):
+    """Goes on after its model without a graph, as one that returns a dict does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.model(x)
+        return {"out": y, "name": str(y.shape[0])}
+
+
+def test_another_batch_is_another_forward_and_so_is_what_follows_a_refusal() -> None:
+    step = compiled(Wrapped(Tower(4, breaks=True)))
+    for rows in (ROWS, ROWS - 12, ROWS - 24):
+        step(torch.randn(rows, WIDTH))["out"].sum().backward()
+    assert set(sizes(graphs_of(step))) == {2}
+    budgets = [dyngran.explain(step).predicted_peak_bytes // 2]
+    for _ in range(3):  # a refusal speaks of one graph, and there are two
+        again = compiled(Wrapped(Tower(4, breaks=True)), budgets[-1])
+        try:
+            again(torch.randn(ROWS, WIDTH))["out"].sum().backward()
+        except BudgetTooSmall as refusal:
+            budgets.append(refusal.least_peak_bytes)
+    assert set(sizes(graphs_of(again))) == {2}
+    assert len(budgets) > 1
+
+
+def test_a_forward_that_is_thrown_away_is_no_part_of_the_next() -> None:
+    step = compiled(Wrapped(Tower(4, breaks=True)))
+    for rows in (ROWS, ROWS - 12):
+        step(torch.randn(rows, WIDTH))
+    assert set(sizes(graphs_of(step))) == {2}
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_other_branch_of_a_condition_is_nothing_that_follows(is_first: bool) -> None:
+    left, right = Tower(2), Tower(3)
+
+    def step(x: Tensor) -> Tensor:
+        y = torch.tanh(x * weight)
+        if (y.sum() > -1e9) is is_first:
+            return left(y).sum()
+        return right(y).sum()
+
+    weight = nn.Parameter(torch.ones(WIDTH))
+    run = compiled(step)
+    run(torch.ones(ROWS, WIDTH)).backward()
+    last = graphs_of(run)[-1]
+    assert not last.chain.continues(last)
+
+
+def test_a_graph_that_runs_twice_in_a_step_is_known_without_an_optimizer() -> None:
+    tower = Tower(3)
+    part = compiled(tower, 2**30)
+    for _ in range(5):
+        (part(torch.randn(ROWS, WIDTH)) + part(torch.randn(ROWS, WIDTH))).sum().backward()
+    (graph,) = graphs_of(part)
+    assert REPEAT_NOTE in graph.notes
+
+
+def test_models_train_in_two_threads() -> None:
+    """The allocations of a step are traced by torch's profiler, of which two at a time crash."""
+    towers = [Tower(2), Tower(3)]
+    steps = [compiled(tower) for tower in towers]
+
+    def train(step: Any) -> int:
+        step(torch.randn(ROWS, WIDTH)).sum().backward()
+        step.zero_grad()  # so that no step needs another plan: torch refuses calls while another thread traces
+        return 1
+
+    assert [train(step) for step in steps] == [1, 1]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert sum(pool.map(train, 20 * steps)) == 40
+
+
+def test_a_part_without_gradients_counts_in_what_follows_it() -> None:
+    head, weight = Tower(3), torch.randn(WIDTH, 8 * WIDTH)
+
+    def step(x: Tensor) -> Tensor:
+        y = (x @ weight)[:, :WIDTH] * 2
+        torch._dynamo.graph_break()
+        return head(y).square().mean()
+
+    x, run = torch.randn(ROWS, WIDTH), compiled(step)
+    run(x).backward()
+    head.zero_grad()
+    (graph,) = graphs_of(run)
+    static_bytes = graph.plan.static_bytes
+    assert static_bytes >= weight.nbytes + x.nbytes + sum(parameter.nbytes for parameter in head.parameters())
+    assert static_bytes <= weight.nbytes + x.nbytes + sum(parameter.nbytes for parameter in head.parameters()) + TENSOR_BYTES

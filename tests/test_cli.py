@@ -59,12 +59,27 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     assert captured.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [[], ["shw"], ["show"], ["diff", "one"], ["show", "--bogus", "x"]])
+@pytest.mark.parametrize("arguments", [[], ["shw"], ["show"], ["diff", "one"]])
 def test_bad_arguments_are_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(arguments)
     assert left.value.code == 2
     assert "usage: dyngran-plan" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["show", "--htlm", "out.html", "x"], "does not take '--htlm'; did you mean --html? Its --help lists what it takes."),
+        (["build", "a.py:b", "-o", "c", "--budgte=1GiB"], "does not take '--budgte=1GiB'; did you mean --budget? Its"),
+        (["show", "--bogus", "x"], "does not take '--bogus'. Its --help lists what it takes."),
+    ],
+)
+def test_an_unknown_option_is_one_line_with_the_nearest(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,7 +97,7 @@ def report_of(observation: Observation | None = None, *, label: str = "", unplan
 GOLDEN = """\
 dyngran: 1 graph on cpu, codegen eager, torch 2.13.0
 Budget 10 MiB: the predicted peak is 8 MiB, 2 MiB to spare.
-Plan by greedy: 1 op runs again in backward, 10 us; 10 us slower than without a budget.
+Plan by greedy: 1 op runs again in backward, 10 us; 10 us slower than torch's own partition.
 
 Predicted beside measured
                                                     predicted  measured, 3 steps

@@ -164,6 +164,13 @@ def loaded():
     return {"model": net, "inputs": data(), "optimizer": torch.optim.AdamW(net.parameters())}
 
 
+def filled_later():
+    with torch.device("meta"):
+        net = Net()
+    net.to_empty(device="cpu")
+    return {"model": net, "inputs": data(), "optimizer": torch.optim.AdamW(net.parameters())}
+
+
 def on_meta():
     with torch.device("meta"):
         return adamw()
@@ -350,6 +357,10 @@ def test_autocast_is_a_dtype_its_name_or_torchs_own(value: object, dtype: torch.
             {"model": torch.jit.script(nn.Linear(2, 2)), "inputs": X},
             "its model is a torch.jit.ScriptModule, which torch.compile does not trace.",
         ),
+        (
+            {"model": nn.Sequential(torch.jit.script(nn.ReLU()), MODEL), "inputs": X},
+            "the module '0' of its model is a torch.jit.ScriptModule",
+        ),
         ({"model": 3, "inputs": X}, "its model is a int, and must be callable."),
         ({"model": MODEL, "inputs": X, "loss": 0.5}, "its loss is a float, and must be callable."),
         ({"model": MODEL, "inputs": X, "optimizer": "adam"}, "its optimizer is a str, and must be a torch.optim.Optimizer or a function"),
@@ -431,7 +442,7 @@ def test_dynamic_sizes_are_planned_at_those_of_the_inputs(plan: Plan) -> None:
 
 
 @pytest.mark.xdist_group("target")
-@pytest.mark.parametrize("name", ["adamw", "adamw_of_parameters", "loaded", "on_meta"])
+@pytest.mark.parametrize("name", ["adamw", "adamw_of_parameters", "loaded", "on_meta", "filled_later"])
 def test_an_optimizers_state_counts_also_where_a_checkpoint_is_loaded_or_nothing_was_made(plan: Plan, name: str) -> None:
     bare, document = plan("make"), plan(name)
     steps_bytes = 2 * 4  # a counter for each parameter

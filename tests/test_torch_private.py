@@ -584,9 +584,11 @@ def test_a_graph_break_has_a_reason_and_a_line() -> None:
 
 def test_a_function_that_goes_on_awaits_what_it_calls() -> None:
     awaited: list[tuple[bool, bool]] = []
+    frames: list[int | None] = []
 
     def backend(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         awaited.append((torch_private.is_nested(), torch_private.is_awaited()))
+        frames.append(torch_private.frame_id())
         return graph.forward
 
     def inner(x: Tensor) -> Tensor:
@@ -608,6 +610,8 @@ def test_a_function_that_goes_on_awaits_what_it_calls() -> None:
         awaited.clear()
     first, inside, called = (False, False), (True, False), (True, True)
     assert found == [[first, inside], [inside, inside], [first, called, called, inside]]
+    assert None not in frames[-4:] and len(set(frames[-4:])) == 4
+    assert torch_private.frame_id() is None
 
 
 def test_the_nearest_compiled_forwards_are_found_through_other_operators() -> None:

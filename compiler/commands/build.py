@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 from typing import Any
 
 from dyngran.compiler.commands import asking
+from dyngran.compiler.options import Codegen, Outputs
 from dyngran.compiler.pictures.plan_terminal import output_console
+from dyngran.compiler.plans.planfile import PlanDocument
 
 
 def add(commands: Any) -> None:
@@ -54,5 +57,16 @@ def run(options: argparse.Namespace) -> int:
             number = f"graph {position + 1} of {len(document.graphs)}"
             console.print(f"{number} runs {graph.runs} times in a step: the budget is checked for one run of it.", soft_wrap=True)
     console.print(f"Look at it:  dyngran-plan show {path}", markup=False, soft_wrap=True)
-    console.print(f'Train by it: torch.compile(model, backend="dyngran", options={{"plan": "{path}"}})', markup=False, soft_wrap=True)
+    console.print(f"Train by it: {_training_call(document, path)}", markup=False, soft_wrap=True)
     return 0
+
+
+def _training_call(document: PlanDocument, path: str) -> str:
+    """How the step is compiled that this plan is for."""
+    options = {"plan": path}
+    if document.codegen != Codegen.INDUCTOR.value:
+        options["codegen"] = document.codegen
+    if document.settings.outputs is not Outputs.HELD:
+        options["outputs"] = document.settings.outputs.value
+    dynamic = ", dynamic=True" if document.settings.dynamic else ""
+    return f'torch.compile(model, backend="dyngran"{dynamic}, options={json.dumps(options)})'

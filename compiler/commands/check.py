@@ -16,7 +16,7 @@ from dyngran.compiler.checks.comparison import Comparison, compare
 from dyngran.compiler.checks.limits import MAX_PEAK, MAX_SAVED, MAX_STEP, Limits
 from dyngran.compiler.checks.source_files import SourceFiles
 from dyngran.compiler.pictures.plan_terminal import output_console, plain
-from dyngran.compiler.plans.output_file import write_file
+from dyngran.compiler.plans.output_file import check_writable, write_file
 from dyngran.compiler.plans.planfile import PlanDocument, Settings, load_plan, save_plan
 from dyngran.passes.errors import BudgetTooSmall, DyngranError, format_bytes_up
 
@@ -63,6 +63,8 @@ def _shown(limit: str) -> str:
 def run(options: argparse.Namespace, console: Console | None = None) -> int:
     """Print the comparison; returns the exit code. Raises DyngranError if there is none."""
     page = console if console is not None else output_console()
+    if options.junit:
+        check_writable(options.junit, what="report")
     try:
         limits = Limits.parse(
             max_peak=options.max_peak,

@@ -11,6 +11,7 @@ from dyngran.compiler.commands import asking
 from dyngran.compiler.pictures.plan_terminal import output_console
 from dyngran.compiler.plans.output_file import check_writable
 from dyngran.compiler.plans.planfile import GraphPlan, PlanDocument
+from dyngran.compiler.room import room_sentence
 from dyngran.passes.errors import format_bytes, format_us
 
 NUM_ROWS = 16
@@ -54,6 +55,8 @@ def run(options: argparse.Namespace) -> int:
     for position, graph in enumerate(document.graphs):
         title = f"graph {position + 1} of {len(document.graphs)}" if len(document.graphs) > 1 else "plans, least peak first"
         console.print(_table(title, graph, shows_all=options.all))
+    if sentence := room_sentence(document.device, document.codegen):
+        console.print(sentence)
     return 0
 
 

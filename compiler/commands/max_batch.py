@@ -13,6 +13,7 @@ from dyngran.compiler.commands import asking
 from dyngran.compiler.offline.largest_batch import FIRST_BATCHES, BatchPoint, BatchSearch
 from dyngran.compiler.pictures.plan_terminal import output_console
 from dyngran.compiler.plans.planfile import PlanDocument, Settings
+from dyngran.compiler.room import room_sentence
 from dyngran.passes.errors import BudgetTooSmall, TargetError, format_bytes, format_bytes_up, format_us
 
 PRECISION = 500  # the batch that is planned is at most one in so many smaller than the largest
@@ -56,6 +57,8 @@ def run(options: argparse.Namespace) -> int:
         without = search.largest(lambda point: point.unplanned.peak_bytes, budget_bytes)
         batch = search.largest(lambda point: point.least_peak_bytes, budget_bytes)
         planned = _planned(lambda batch: process.plan(replace(settings, batch=batch), codegen=options.codegen), max(1, batch))
+        if not isinstance(planned, BudgetTooSmall):
+            search.look(planned[1])  # it belongs in the table
     if isinstance(planned, BudgetTooSmall):
         raise TargetError(
             f"target {options.target!r}: not even a batch of 1 fits {format_bytes(budget_bytes)}; its least peak is "
@@ -111,16 +114,18 @@ def _show(
     from rich.table import Table
 
     table = Table(title="peak against batch", title_justify="left")
-    for heading in ("batch", "peak without dyngran", "least peak", "per example"):
+    for heading in ("batch", "peak without dyngran", "per example", "least peak"):
         table.add_column(heading, justify="right", no_wrap=True)
     for point in points:
         each = format_us(point.unplanned.time_us / point.batch)
-        table.add_row(str(point.batch), format_bytes(point.unplanned.peak_bytes), format_bytes(point.least_peak_bytes), each)
+        table.add_row(str(point.batch), format_bytes(point.unplanned.peak_bytes), each, format_bytes(point.least_peak_bytes))
     console = output_console()
     console.print(table)
     console.print(
         f"{format_bytes(budget_bytes)} hold a batch of {batch} with dyngran ({format_us(document.time_us)} a step, "
         f"{format_us(document.time_us / batch)} per example), and of {without} without."
     )
+    if sentence := room_sentence(document.device, document.codegen):
+        console.print(f"{sentence} Peaks without dyngran are compared with the budget as they are.")
     if options.output is not None:
         console.print(f"Its plan is in {options.output}.", markup=False)

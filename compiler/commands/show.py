@@ -13,7 +13,7 @@ from rich.text import Text
 
 from dyngran.compiler.pictures.plan_picture import GraphPicture, pictures_of
 from dyngran.compiler.pictures.plan_terminal import NUM_LARGEST, output_console, plain, print_document
-from dyngran.compiler.plans.output_file import write_file
+from dyngran.compiler.plans.output_file import check_writable, write_file
 from dyngran.compiler.plans.planfile import PlanDocument, dump_plan, load_plan
 from dyngran.passes.errors import PlanFileError, format_bytes
 
@@ -81,6 +81,8 @@ def _check_outputs(source: str, outputs: Sequence[tuple[str, str]]) -> None:
         if place in taken:
             raise PlanFileError(f"{what} {path!r} cannot be written: that is {taken[place]}. Name another file.")
         taken[place] = f"where the {what} goes"
+        if "\0" not in path:
+            check_writable(path, what=what)
 
 
 def _html(document: PlanDocument, pictures: Pictures, name: str) -> bytes:

@@ -228,9 +228,11 @@ def _checked(made: Any, spec: str) -> Target:
     for key in ("model", "loss"):
         if made.get(key) is not None and not callable(made[key]):
             raise TargetError(f"target {spec!r}: its {key} is a {type(made[key]).__name__}, and must be callable.")
-    if isinstance(made["model"], torch.jit.ScriptModule):
+    parts = made["model"].named_modules() if isinstance(made["model"], nn.Module) else ()
+    if (scripted := next((name for name, part in parts if isinstance(part, torch.jit.ScriptModule)), None)) is not None:
+        which = f"the module {scripted!r} of its model" if scripted else "its model"
         raise TargetError(
-            f"target {spec!r}: its model is a torch.jit.ScriptModule, which torch.compile does not trace. Return the module itself."
+            f"target {spec!r}: {which} is a torch.jit.ScriptModule, which torch.compile does not trace. Use the module that was scripted."
         )
     optimizer = made.get("optimizer")
     if optimizer is not None and not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):

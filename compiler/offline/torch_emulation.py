@@ -208,7 +208,10 @@ def _keep_fused(register: Register) -> None:
 
 
 def let_fake_modules_move() -> None:
-    """Module.to exchanges FakeTensors, which torch refuses for any that is traced: here a parameter takes the new one's data, for good."""
+    """Module.to exchanges FakeTensors, which torch refuses for any that is traced: here a parameter takes the new one's data, for good.
+
+    That cannot make a tensor of the meta device one of another (as `Module.to_empty` does), so there are none: they are made on the CPU.
+    """
     utils: Any = torch.utils
     before = utils.swap_tensors
 
@@ -221,3 +224,15 @@ def let_fake_modules_move() -> None:
             before(first, second)
 
     utils.swap_tensors = swap
+    dispatch: Any = FakeTensorMode.dispatch
+
+    @functools.wraps(dispatch)
+    def without_meta(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch(mode, func, types, tuple(map(_from_meta, args)), {name: _from_meta(one) for name, one in (kwargs or {}).items()})
+
+    modes: Any = FakeTensorMode
+    modes.dispatch = without_meta
+
+
+def _from_meta(value: Any) -> Any:
+    return _HOST if isinstance(value, torch.device) and value.type == "meta" else value

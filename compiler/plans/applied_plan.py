@@ -126,5 +126,5 @@ def _refusal(
         head += f"; {found.share:.1%} of the bytes that a step saves are in both, and at least {LEAST_SHARE:.0%} are needed"
     what = "; ".join(found.mismatches) or "how the ops are connected"
     if document.settings.outputs is not outputs:
-        what += f"; it was made with outputs={document.settings.outputs.value!r}, and the option here is {outputs.value!r}"
+        what += f"; it was made with outputs={document.settings.outputs.value!r}, and the option here is {outputs.value!r}: make them equal"
     return f"{head}. What differs: {what}. {REMEDY}"
