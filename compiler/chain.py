@@ -121,7 +121,7 @@ class StepChain:
         if memory.allocated_bytes is not None:
             return 0
         earlier = self.members_before(member)
-        total_bytes = sum(one.plan.saved_bytes for one in earlier if one.plan is not None)
+        total_bytes: int = sum(one.plan.saved_bytes for one in earlier if one.plan is not None)
         if memory.held_bytes is not None:  # each graph counts what all of them hold
             return total_bytes
         counted = storage_bytes(inputs, member.device)

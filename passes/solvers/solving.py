@@ -76,9 +76,9 @@ def hint_of(judge: Judge, budget_bytes: int, least: Outcome) -> str:
     static = problem.total_static_bytes
     if budget_bytes <= static:
         held = sorted(((size, kind.value) for kind, size in problem.static_bytes.items() if size), reverse=True)
-        parts = ", ".join(f"{name} {format_bytes(size)}" for size, name in held)
+        named = ", ".join(f"{name} {format_bytes(size)}" for size, name in held)
         return (
-            f"What is held over the whole step takes {format_bytes(static)} ({parts}): raise the budget, "
+            f"What is held over the whole step takes {format_bytes(static)} ({named}): raise the budget, "
             "lower the batch size, use a smaller optimizer state or freeze parameters."
         )
     timeline = judge.timeline(least)
