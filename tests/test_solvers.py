@@ -284,7 +284,7 @@ def test_the_refusal_says_what_would_work_and_what_is_in_the_way() -> None:
     assert sizes == sorted(sizes, reverse=True)
     assert sizes
     assert planner.solve(error.least_peak_bytes).peak_bytes == error.least_peak_bytes
-    with pytest.raises(BudgetTooSmall, match="Parameters, optimizer state and inputs alone"):
+    with pytest.raises(BudgetTooSmall, match="What is held over the whole step takes"):
         planner.solve(problem.total_static_bytes)
     with pytest.raises(BudgetTooSmall, match="solver='default' alone"):
         planner.solve(error.least_peak_bytes, solver="default")
