@@ -85,7 +85,8 @@ def profiler_is_active() -> bool:
     """
     if getattr(torch.autograd.profiler, "_is_profiler_enabled", False):
         return True
-    sessions = [item for item in gc.get_objects() if type(item) is profile]
+    # Not `gc.get_objects`: it takes references to tuples that C code of another thread is filling, which then crashes (tried).
+    sessions = [item for item in gc.get_referrers(profile) if type(item) is profile]
     return any(
         session.current_action is not ProfilerAction.NONE
         and session.profiler is not None

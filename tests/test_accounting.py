@@ -26,8 +26,9 @@ from dyngran.compiler.accounting import Measure, WrapperAccount, wrapper_peak
 from dyngran.compiler.capture import Captured, JointGraph
 from dyngran.compiler.options import parse_options
 from dyngran.compiler.planned_graph import MAX_COMPILES, PlannedGraph
+from dyngran.compiler.room import KNOWN_SLACK, LOSS_BYTES, SLACK_BYTES
 from dyngran.compiler.storages import Storages
-from dyngran.compiler.strategy import KNOWN_SLACK, LOSS_BYTES, MAX_DOUBTS, MAX_MISSES, SLACK_BYTES, Strategy
+from dyngran.compiler.strategy import MAX_DOUBTS, MAX_MISSES, Strategy
 from dyngran.compiler.torch_private import GeneratedCode
 from dyngran.errors import BudgetTooSmall
 from dyngran.passes.plan import Plan

@@ -22,7 +22,7 @@ from measure import Snapshot, differences, forward_backward, held_tensors, measu
 from torch import Tensor, nn
 
 import dyngran
-from dyngran.compiler.strategy import LOSS_BYTES
+from dyngran.compiler.room import LOSS_BYTES
 from dyngran.errors import BudgetTooSmall
 from dyngran.passes.archive import TIE_US
 from dyngran.passes.simulate import Outcome

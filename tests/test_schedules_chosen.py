@@ -21,8 +21,9 @@ from torch.nn import functional as F
 import dyngran
 from dyngran.compiler import registry
 from dyngran.compiler.plans.planfile import load_plan
+from dyngran.compiler.room import LOSS_BYTES
 from dyngran.compiler.store import recall_saved, recall_schedule, remember_saved, remember_schedule
-from dyngran.compiler.strategy import LOSS_BYTES, Strategy
+from dyngran.compiler.strategy import Strategy
 from dyngran.errors import BudgetTooSmall
 from dyngran.passes.plan import Action, Plan, Schedule
 from dyngran.passes.problem import Kind, Side
