@@ -50,8 +50,6 @@ from dyngran.passes.solvers.repair import repair
 
 log = logging.getLogger("dyngran.plan")
 
-# On CUDA above what is accounted for. The caching allocator hands out a cached block that is up to 1 MiB too large without splitting it:
-# less than 0.5 % of the transient on a Llama, a ViT-L and a ResNet-152. Libraries keep up to 5 MiB of their own from their first step on.
 REFUSAL_ROOM_BYTES = 2 * 2**20  # on CUDA, for a second try: cuBLASLt keeps 1 MiB from the first recomputed product on
 NAMED_SHARE = 0.01  # of the least peak: outputs from that size on are named in a refusal
 PART_HINT = " It is the least peak of this graph, which is a part of the step: the other parts may need more."
