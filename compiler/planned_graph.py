@@ -280,7 +280,8 @@ class PlannedGraph:
         self.held = storage_bytes(held, self.device)
         present = list(held)  # emptied below: compiled code keeps its partitioner, and with it this batch
         try:
-            return self._noted(self._first_that_fits(inputs, present))
+            with torch_private.tracing_here():
+                return self._noted(self._first_that_fits(inputs, present))
         finally:
             present.clear()
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 HIGHER_ORDER_TYPE = torch._ops.HigherOrderOperator
 MUST_SAVE = CheckpointPolicy.MUST_SAVE
+_tracing_threads: set[int] = set()
+
 RESUME_NAMES = ("__resume_at", "torch_dynamo_resume_in")
 LEAVING = ("RETURN", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE")  # opcodes after which the next is not run
 MAX_NODES = 100_000  # of autograd's graph that are looked at
@@ -638,6 +640,35 @@ def tracing_again(inputs: Sequence[Any]) -> Iterator[None]:
     mode = detect_fake_mode(list(inputs))
     with tracing(TracingContext(mode)):
         yield
+
+
+@contextlib.contextmanager
+def tracing_here() -> Iterator[None]:
+    """While this thread traces, others may call what is compiled: torch keeps one flag for all threads, by which it refuses such calls."""
+    _let_other_threads_call()
+    thread = threading.get_ident()
+    is_outermost = thread not in _tracing_threads
+    _tracing_threads.add(thread)
+    try:
+        yield
+    finally:
+        if is_outermost:
+            _tracing_threads.discard(thread)
+
+
+@functools.cache
+def _let_other_threads_call() -> None:
+    """`is_fx_symbolic_tracing` is true for the thread that traces. Its code is exchanged, since wrappers of Dynamo's hold the function."""
+    from torch.fx import _symbolic_trace
+
+    function: Any = _symbolic_trace.is_fx_symbolic_tracing
+    before = FunctionType(function.__code__, function.__globals__)
+
+    def is_tracing() -> bool:
+        return bool(before()) and (not _tracing_threads or threading.get_ident() in _tracing_threads)
+
+    function.__globals__["_dyngran_is_tracing"] = is_tracing
+    function.__code__ = (lambda: _dyngran_is_tracing()).__code__  # type: ignore[name-defined]  # noqa: F821  # a global of torch's module
 
 
 def forget_compiled() -> None:

@@ -11,6 +11,7 @@ import operator
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -624,3 +625,19 @@ def test_the_nearest_compiled_forwards_are_found_through_other_operators() -> No
     again = second(made)
     assert torch_private.compiled_backwards([made, again + made]) == [node, *torch_private.compiled_backwards([again])]
     assert torch_private.compiled_backwards([x, x * 2, torch.ones(2)]) == []
+
+
+def test_other_threads_may_call_while_one_traces() -> None:
+    asked: list[bool] = []
+    ask = torch.fx._symbolic_trace.is_fx_symbolic_tracing
+
+    def body(x: Tensor) -> Tensor:
+        asked.extend([pool.submit(ask).result(), ask()])
+        return x
+
+    with ThreadPoolExecutor(1) as pool:
+        with torch_private.tracing_here(), torch_private.tracing_here():
+            fx.symbolic_trace(body)
+        fx.symbolic_trace(body)
+    assert asked == [False, True, True, True]
+    assert not ask()
