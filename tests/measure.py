@@ -6,6 +6,7 @@ Nothing here knows dyngran: this is the independent truth that predictions and p
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -30,9 +31,16 @@ def held_tensors(module: nn.Module, inputs: Iterable[Tensor], optimizer: torch.o
 
 
 def event_peak_bytes(step: Callable[[], object]) -> int:
-    """Highest sum of allocation events while ``step`` runs, above what was allocated before it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
+    """Highest sum of allocation events while ``step`` runs, above what was allocated before it.
+
+    The garbage collector waits: cycles of an earlier test, freed in the middle of the step, would count as the step's.
+    """
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            step()
+    finally:
+        gc.enable()
     assert profiler.profiler is not None
     events = profiler.profiler.kineto_results.events()
     allocations = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
