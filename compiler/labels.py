@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 from torch import fx
 
-_OURS = str(Path(__file__).resolve().parent)  # a step that is planned without training is called from here
+_OURS = f"{Path(__file__).resolve().parent}{os.sep}"  # a step that is planned without training is called from here
 _SOURCE_LINE = re.compile(r'File "([^"]+)", line (\d+), in')
 
 

@@ -129,7 +129,7 @@ def parse_options(options: Mapping[str, object] | None, *, mode: str | None = No
     Args:
         options: what torch.compile was given; ``{"budget": None}`` means no budget, whatever the defaults or a plan file say.
         mode: the mode that torch.compile was given, if any.
-        environ: os.environ unless given; an empty variable and "none" in any case set no limit.
+        environ: os.environ unless given; "none" in that variable, in any case, sets no limit, and an empty one names no budget.
 
     Raises:
         InvalidOption: a name or value that dyngran does not know; says the nearest name and the valid ones.

@@ -12,7 +12,7 @@ KNOWN_SLACK = 0.005  # share of the transient, where generated code is known
 GUESSED_SLACK = 0.01
 SLACK_BYTES = 8 * 2**20
 UNREAD_SHARE = 0.1  # code for the CPU holds buffers of which the simulator knows nothing, workspaces of attention among them
-UNREAD_CUDA_SHARE, UNREAD_CUDA_BYTES = 0.02, 24 * 2**20  # code for a card: 17 MiB and 0.9 % were seen (bench/results/offline-h200.jsonl)
+UNREAD_CUDA_SHARE, UNREAD_CUDA_BYTES = 0.02, 24 * 2**20  # for a card: 17 MiB and 1 % were seen (bench/results/offline-h200.jsonl)
 
 
 def room_beside(device_type: str, *, share: float = GUESSED_SLACK, is_unread: bool) -> tuple[float, int]:

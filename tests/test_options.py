@@ -262,3 +262,19 @@ def test_options_need_no_torch(tmp_path: Path) -> None:
         "parse_options({'budget': '8GiB', 'mode': 'max-autotune'}); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "variable", "counts"),
+    [
+        ({}, "", False),
+        ({"plan": "plan.json"}, "", True),
+        ({"plan": "plan.json"}, "none", False),
+        ({"plan": "plan.json"}, "1GiB", False),
+        ({"plan": "plan.json", "budget": None}, "", False),
+    ],
+)
+def test_the_budget_of_a_plan_file_counts_where_nothing_names_one(options: dict[str, object], variable: str, counts: bool) -> None:
+    read = parse_options(options, environ={"DYNGRAN_BUDGET": variable})
+    assert read.uses_plan_budget is counts
+    assert (read.budget is None) is (variable != "1GiB")
