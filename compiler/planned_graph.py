@@ -80,7 +80,7 @@ class PlannedGraph:
         self._returned = ReturnedOutputs(self._kinds_of_tensor())
         self._module = torch_private.keep_copy(module)
         self._fake_inputs = torch_private.fake_inputs(module)
-        self._symbols = torch_private.size_symbols(self._fake_inputs)
+        self._symbols = torch_private.size_symbols(module)
         self._kinds = input_kinds(inputs)
         self._trainable = gradients_to_come(inputs)
         self._probe = next((i for i in self._trainable if isinstance(inputs[i], torch.nn.Parameter)), None)
@@ -141,7 +141,7 @@ class PlannedGraph:
         self._num_calls = 0
 
     def _situation(self, args: Sequence[Any]) -> Situation:
-        sizes = tuple(torch_private.size_hint(args[position]) for position in self._symbols)
+        sizes = tuple(torch_private.size_hint(read(args)) for read in self._symbols.values())
         return Situation(existing_gradient_bytes(self._trainable, args), sizes)
 
     def _look(self, args: Sequence[Any]) -> None:
@@ -252,7 +252,7 @@ class PlannedGraph:
         return self._rungs.setdefault(situation, self._compile_for(situation, args))
 
     def _compile_for(self, situation: Situation, args: Sequence[Any]) -> Callable[..., Any]:
-        sizes = dict(zip(self._symbols.values(), situation.sizes, strict=True))
+        sizes = dict(zip(self._symbols, situation.sizes, strict=True))
         with torch_private.tracing_again(self._fake_inputs), _kept_random_state(self.device), planned_sizes(sizes):
             return self._build(self._fake_inputs, args)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dyngran.compiler import torch_private
 from dyngran.compiler.budget import Budget
 from dyngran.passes.devices import rounded_bytes
 from dyngran.passes.problem import Kind
@@ -91,10 +92,15 @@ def storage_bytes(tensors: Iterable[Any], device: torch.device) -> dict[int, int
     """Bytes of every storage on ``device`` that ``tensors`` lie in, by its identity as long as it lives."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.device.type == device.type and tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
-            sizes[storage._cdata] = rounded_bytes(storage.nbytes(), device)
+        if isinstance(tensor, torch.Tensor):
+            for storage in _storages(tensor, device):
+                sizes[storage._cdata] = rounded_bytes(storage.nbytes(), device)
     return sizes
+
+
+def _storages(tensor: torch.Tensor, device: torch.device) -> list[torch.UntypedStorage]:
+    inner = torch_private.inner_tensors(tensor)
+    return [one.untyped_storage() for one in inner if one.device.type == device.type and one.layout is torch.strided]
 
 
 def _future_workspace_bytes(device: torch.device) -> int:
@@ -112,14 +118,10 @@ def _future_workspace_bytes(device: torch.device) -> int:
 
 
 def _count(totals: dict[Kind, int], seen: set[int], tensor: torch.Tensor, kind: Kind, device: torch.device) -> None:
-    if tensor.device.type != device.type or tensor.layout is not torch.strided:
-        return
-    storage = tensor.untyped_storage()
-    if storage._cdata in seen:
-        return
-    seen.add(storage._cdata)
-    size = storage.nbytes()
-    totals[kind] = totals.get(kind, 0) + rounded_bytes(size, device)
+    for storage in _storages(tensor, device):
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            totals[kind] = totals.get(kind, 0) + rounded_bytes(storage.nbytes(), device)
 
 
 def _optimizer_bytes(parameters: Iterable[torch.Tensor]) -> tuple[int, int, str]:

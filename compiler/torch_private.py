@@ -30,6 +30,7 @@ from dyngran.passes.signature import hint
 Boxed = Callable[[list[Any]], Any]
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+SizeReader = Callable[[Sequence[Any]], Any]
 
 HIGHER_ORDER_TYPE = torch._ops.HigherOrderOperator
 MUST_SAVE = CheckpointPolicy.MUST_SAVE
@@ -608,11 +609,45 @@ def fake_inputs(module: fx.GraphModule) -> list[Any]:
     return [node.meta.get("example_value", node.meta.get("val")) for node in module.graph.nodes if node.op == "placeholder"]
 
 
-def size_symbols(inputs: Sequence[Any]) -> dict[int, Any]:
-    """Positions of symbolic integers among a graph's fake inputs, with the symbol each stands for."""
-    return {
-        position: value.node.expr for position, value in enumerate(inputs) if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol
-    }
+def size_symbols(module: fx.GraphModule) -> dict[Any, SizeReader]:
+    """The symbols that sizes of one of Dynamo's graphs depend on, each with the way to read it from the arguments of a call.
+
+    They are symbolic integers among them, and sizes of what wrappers hold. The name of a nested tensor's ragged dimension is no size, and
+    its longest sequence (kept as the size of a tensor without elements) counts where the graph makes something of that size.
+    """
+    readers: dict[Any, SizeReader] = {}
+    used = {symbol for node in module.graph.nodes for symbol in _symbols_of_sizes(node.meta.get("example_value"))}
+    for place, value in enumerate(fake_inputs(module)):
+        if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol and not value.node.is_nested_int():
+            readers.setdefault(value.node.expr, operator.itemgetter(place))
+        for number, inner in enumerate(inner_tensors(value) if isinstance(value, torch.Tensor) else ()):
+            is_empty = any(hint(size) == 0 for size in inner.shape)
+            for dim, size in enumerate(inner.shape if inner is not value else ()):
+                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and (not is_empty or size.node.expr in used):
+                    readers.setdefault(size.node.expr, functools.partial(_inner_size, place=place, number=number, dim=dim))
+    return readers
+
+
+def _inner_size(args: Sequence[Any], *, place: int, number: int, dim: int) -> Any:
+    return list(inner_tensors(args[place]))[number].shape[dim]
+
+
+def _symbols_of_sizes(value: Any) -> set[Any]:
+    shape: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else ()
+    return {symbol for size in shape if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
+
+
+def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that hold the elements of ``tensor``: itself, or those inside of a wrapper (a nested tensor)."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        inner = getattr(tensor, name)
+        if isinstance(inner, torch.Tensor):
+            yield from inner_tensors(inner)
 
 
 def keep_copy(module: fx.GraphModule) -> fx.GraphModule:

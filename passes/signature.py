@@ -111,10 +111,12 @@ def planned_sizes(sizes: Mapping[Any, int]) -> Iterator[None]:
 def hint(size: int | torch.SymInt) -> int:
     """The value that a symbolic size was traced with, or is planned for (`planned_sizes`); `bound` where it depends on data.
 
-    Never adds a guard.
+    0 for what names the ragged dimension of a nested tensor: no operator of the graph has it as a size. Never adds a guard.
     """
     if isinstance(size, int):
         return size
+    if size.node.is_nested_int():
+        return 0
     if planned := _planned.get():
         known = {**size.node.shape_env.backed_var_to_val, **{symbol: sympy.Integer(value) for symbol, value in planned.items()}}
         value = size.node.expr.xreplace(known)

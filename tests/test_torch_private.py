@@ -200,10 +200,34 @@ def test_symbolic_sizes_are_nodes_with_hints() -> None:
     fakes = torch_private.fake_inputs(seen.graph)
     positions = [position for position, fake in enumerate(fakes) if isinstance(fake, torch.SymInt)]
     assert positions
-    assert {position: str(symbol) for position, symbol in torch_private.size_symbols(fakes).items()} == {
-        position: str(fakes[position]) for position in positions
-    }
+    symbols_of_sizes = torch_private.size_symbols(seen.graph)
+    assert set(map(str, symbols_of_sizes)) == {str(fakes[position]) for position in positions}
+    assert [read(fakes).node.expr for read in symbols_of_sizes.values()] == list(symbols_of_sizes)
     assert torch_private.data_dependent_symbols(torch.empty(3)) == {}
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_nested_tensor_is_what_lies_in_it_and_so_are_its_sizes(is_padded: bool) -> None:
+    """Three sequences of 9 rows: the name of the ragged dimension is no size, the longest sequence where something is padded to it."""
+    x = torch.nested.nested_tensor([torch.randn(length, 8) for length in (2, 3, 4)], layout=torch.jagged)
+    inner = list(torch_private.inner_tensors(x))
+    assert [tensor.data_ptr() for tensor in inner[:2]] == [x.values().data_ptr(), x.offsets().data_ptr()]
+    assert [tensor.numel() for tensor in inner[2:]] == [0, 0]
+    plain = torch.ones(3)
+    (itself,) = torch_private.inner_tensors(plain)
+    assert itself is plain
+    found: list[tuple[set[int], list[int]]] = []
+
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        read = [torch_private.size_hint(read(inputs)) for read in torch_private.size_symbols(graph).values()]
+        found.append(({torch_private.size_hint(one) for one in inputs if isinstance(one, torch.SymInt)}, read))
+        return graph.forward
+
+    def total(t: torch.Tensor) -> torch.Tensor:
+        return (torch.nested.to_padded_tensor(t, 0.0) if is_padded else t.values()).sum()
+
+    torch.compile(total, backend=backend)(x)
+    assert found == [({0}, [9, 4] if is_padded else [9])]
 
 
 def test_a_size_that_depends_on_data_is_told_from_one_that_does_not() -> None:
