@@ -237,10 +237,10 @@ def test_hooks_on_backward_in_one_graph_are_refused_without_it_as_torch_refuses_
 
 
 def test_hooks_on_backward_break_the_graph_and_that_is_said() -> None:
-    """torch then compiles block by block, one code for all of them: `explain` says that the budget is checked for one run of it."""
+    """torch then compiles block by block, one code for both of them: `explain` says that the budget is checked for one run of it."""
 
     def feature(compile_it: Compile) -> Training:
-        return plain(compile_it, hooked(), rows())
+        return plain(compile_it, hooked(), rows().requires_grad_())
 
     want = train(fresh(feature, as_it_is))
     training = fresh(feature, compiler({**EAGER, "budget": "2MiB"}))
