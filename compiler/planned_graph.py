@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,15 @@ REPEAT_NOTE = (
 )
 REMARKED_SHARE = 0.01  # of the predicted transient: outputs that are not held as planned, and larger than that, are worth a remark
 WATCHED_CALLS = 6  # calls in which what is held is measured again: optimizer state and gradients appear during the first steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rung:
+    """Compiled code, the peak that its plan predicts, and what was held when that was made."""
+
+    run: Callable[..., Any]
+    peak_bytes: int
+    held_bytes: int
 
 
 class PlannedGraph:
@@ -86,7 +95,7 @@ class PlannedGraph:
         self._probe = next((i for i in self._trainable if isinstance(inputs[i], torch.nn.Parameter)), None)
         self._leaves: tuple[weakref.ref[torch.nn.Parameter], ...] = ()
         self._follow(inputs)
-        self._rungs: dict[Situation, Callable[..., Any]] = {}
+        self._rungs: dict[Situation, Rung] = {}
         self._num_calls = 0
         self._num_open = 0
         self._step_of_open = 0
@@ -116,7 +125,7 @@ class PlannedGraph:
             missing = torch_private.missing_tool({tensor.device.type for tensor in inputs if isinstance(tensor, torch.Tensor)} - {"meta"})
             if missing is not None:
                 raise ToolMissing(f"{missing}; or use options={{'codegen': 'eager'}}, which runs the planned graphs op by op.")
-        self._rungs[self._situation(inputs)] = self._build(inputs, inputs)
+        self._rungs[self._situation(inputs)] = self._rung(self._build(inputs, inputs))
 
     def __call__(self, *args: Any) -> Any:
         if self._probe is not None and args[self._probe] is not self._leaves[0]():
@@ -124,14 +133,12 @@ class PlannedGraph:
         if self._optimizers_seen != num_optimizers_seen():
             self._optimizers_seen, self._num_calls = num_optimizers_seen(), 0
         self._check_outputs()
+        situation = self._situation(args)
         if self._notice_carried() or self._num_calls < WATCHED_CALLS:
             self._num_calls += 1
-            self._look(args)
-        situation = self._situation(args)
-        run = self._rungs.get(situation)
-        if run is None:
-            run = self._rung_for(situation, args)
-        outputs = run(*args)
+            self._look(args, self._serving(situation))
+        rung = self._rungs.get(situation) or self._rung_for(situation, args)
+        outputs = rung.run(*args)
         self._returned.watch(outputs, args)
         return outputs
 
@@ -144,8 +151,9 @@ class PlannedGraph:
         sizes = tuple(torch_private.size_hint(read(args)) for read in self._symbols.values())
         return Situation(existing_gradient_bytes(self._trainable, args), sizes)
 
-    def _look(self, args: Sequence[Any]) -> None:
-        """Compare what is held now with what the plan assumed, and what was measured with the budget; drop rungs that no longer hold."""
+    def _look(self, args: Sequence[Any], rung: Rung | None) -> None:
+        """Compare what is held now with what the plan in ``rung`` assumed, and what was measured with the budget; drop rungs that no
+        longer hold. Without ``rung`` a plan for what is held now is made next, and the others stay."""
         self.held = storage_bytes(args, self.device)
         if self.plan is None or self.budget_bytes is None or not self.options.guard:
             return
@@ -158,9 +166,10 @@ class PlannedGraph:
         held = self._measure_static(args).total_bytes + self.chain.bytes_before(self, args)
         newly_carried = self._newly_carried_bytes()
         overshoot = self.observer.overshoot_bytes(self.budget_bytes)
-        if self.plan.peak_bytes + held - self._held_bytes + newly_carried <= self.budget_bytes and overshoot <= 0:
+        grown = 0 if rung is None else held - rung.held_bytes + newly_carried
+        if (rung is None or rung.peak_bytes + grown <= self.budget_bytes) and overshoot <= 0:
             return
-        reason = f"what the step holds grew to {format_bytes(held)} from {format_bytes(self._held_bytes)}"
+        reason = f"what the step holds grew to {format_bytes(held)} from {format_bytes(held if rung is None else rung.held_bytes)}"
         if newly_carried:
             reason = f"{format_bytes(self._carried.planned_bytes)} that the step before returned is still held while forward runs"
         if overshoot > 0 and self.strategy is not None:
@@ -228,16 +237,25 @@ class PlannedGraph:
             ]
         return []
 
-    def _rung_for(self, situation: Situation, args: Sequence[Any]) -> Callable[..., Any]:
+    def _rung(self, run: Callable[..., Any]) -> Rung:
+        """``run``, by the plan that was made last."""
+        return Rung(run=run, peak_bytes=0 if self.plan is None else self.plan.peak_bytes, held_bytes=self._held_bytes)
+
+    def _serving(self, situation: Situation) -> Rung | None:
+        """The rung for ``situation``, or one whose plan covers it."""
+        if situation not in self._rungs:
+            for known, rung in tuple(self._rungs.items()):
+                if known.covers(situation):
+                    self._rungs[situation] = rung
+                    break
+        return self._rungs.get(situation)
+
+    def _rung_for(self, situation: Situation, args: Sequence[Any]) -> Rung:
         """The callable for a situation not met before: one whose plan covers it, else one planned and compiled now, by one thread."""
         with torch_private.compile_lock():
-            return self._rungs.get(situation) or self._new_rung(situation, args)
+            return self._serving(situation) or self._new_rung(situation, args)
 
-    def _new_rung(self, situation: Situation, args: Sequence[Any]) -> Callable[..., Any]:
-        for known, run in self._rungs.items():
-            if known.covers(situation):
-                self._rungs[situation] = run
-                return run
+    def _new_rung(self, situation: Situation, args: Sequence[Any]) -> Rung:
         if any(known.gradient_bytes and known.sizes == situation.sizes for known in self._rungs):
             # gradients appear bit by bit, as in a mixture of experts: one plan for all of them instead of one for each set
             everything = replace(situation, gradient_bytes=sum(self._trainable.values()))
@@ -251,10 +269,10 @@ class PlannedGraph:
                 self._coming_gradient_bytes = 0
         return self._rungs.setdefault(situation, self._compile_for(situation, args))
 
-    def _compile_for(self, situation: Situation, args: Sequence[Any]) -> Callable[..., Any]:
+    def _compile_for(self, situation: Situation, args: Sequence[Any]) -> Rung:
         sizes = dict(zip(self._symbols, situation.sizes, strict=True))
         with torch_private.tracing_again(self._fake_inputs), _kept_random_state(self.device), planned_sizes(sizes):
-            return self._build(self._fake_inputs, args)
+            return self._rung(self._build(self._fake_inputs, args))
 
     def _around(self, run: torch_private.Boxed, is_backward: bool) -> torch_private.Boxed:
         """Count calls that wait for their backward, and let the observer measure."""

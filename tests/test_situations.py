@@ -76,6 +76,32 @@ def test_gradients_that_appear_bit_by_bit_take_two_more_plans_and_stay_within_th
     assert dyngran.explain(model).plan.static_bytes >= 2 * sum(leaf.numel() for leaf in leaves) * 4
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_accumulating_gradients_takes_a_second_plan_and_leaves_the_first(momentum: float) -> None:
+    """Steps of two micro-batches, which no plan for the first fits with gradients beside it. State that appears later concerns both."""
+    model, x = layers(6), torch.randn(16 * ROWS, WIDTH)
+    leaves = list(model.parameters())
+    gradients_bytes = sum(leaf.numel() for leaf in leaves) * 4
+    budget_bytes = least_peak(lambda x: model(x).mean(), x) + 2 * gradients_bytes
+    optimizer = torch.optim.SGD(leaves, lr=0.01, momentum=momentum, foreach=False)
+    step = torch.compile(lambda x: model(x).mean(), backend="dyngran", options={**EAGER, "budget": budget_bytes})
+    for num_steps in range(4):
+        model.zero_grad()
+        for _ in range(2):
+            kept = [*held(leaves, x), *(state["momentum_buffer"] for state in optimizer.state.values() if momentum)]
+            peak_bytes = measured_peak(lambda: step(x).backward(), kept)
+            assert peak_bytes <= budget_bytes or num_steps == 0
+        if num_steps == 0:
+            first, second = dict(registry.graphs_of(model)[0]._rungs).values()
+        optimizer.step()
+    (graph,) = registry.graphs_of(model)
+    assert first.peak_bytes + gradients_bytes > budget_bytes, "the first plan would do with gradients as well"
+    is_planned_again = any("planned again" in note for note in graph.notes)
+    assert is_planned_again is bool(momentum)
+    assert {first, second}.isdisjoint(graph._rungs.values()) is bool(momentum)
+    assert len(graph._rungs) == 2
+
+
 def test_where_all_gradients_together_never_fit_those_that_exist_are_planned_for() -> None:
     model, x = layers(6), torch.randn(ROWS, WIDTH)
     leaves = list(model.parameters())
