@@ -2,7 +2,7 @@
 
     python examples/accelerate_loop.py [--budget 20MiB]
 
-`use_regional_compilation=True` works too, but then each block is planned by itself: the budget is checked for one block at a time.
+`use_regional_compilation=True` trains too, but then each block is planned by itself, and the budget is checked for one block at a time.
 """
 
 import sys
@@ -49,8 +49,8 @@ class Counting(torch.utils.data.Dataset[torch.Tensor]):
 def main() -> None:
     asked = argument_parser(__doc__, cpu="20MiB", cuda="600MiB").parse_args()
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4)
-    model = LlamaForCausalLM(config)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, use_cache=False, **sizes))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     accelerator = Accelerator(dynamo_plugin=Dyngran(options={"budget": asked.budget, "codegen": asked.codegen}))
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Counting(), batch_size=ROWS))
