@@ -1,0 +1,1 @@
+"""The zoo: one training step of hundreds of public architectures, plainly and under dyngran."""

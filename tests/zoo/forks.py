@@ -1,0 +1,92 @@
+"""Jobs in forked processes: each starts with everything that the parent has imported, and dies alone."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Running:
+    name: str
+    process: int
+    pipe: int
+    deadline: float
+    answer: bytes = b""
+
+
+def run_jobs(
+    jobs: Iterable[tuple[str, Callable[[], str]]], *, num_processes: int, timeout_s: float
+) -> Iterator[tuple[str, str | None, str]]:
+    """Run ``(name, job)`` pairs, so many at a time; yields ``(name, what the job returned, "")`` as they end.
+
+    What ends without an answer yields ``(name, None, why)``: a signal, an exit, or ``timeout_s`` seconds.
+    """
+    waiting, running = iter(jobs), list[Running]()
+    try:
+        while True:
+            while len(running) < num_processes and (job := next(waiting, None)) is not None:
+                running.append(_start(*job, timeout_s))
+            if not running:
+                return
+            ready, _, _ = select.select([one.pipe for one in running], [], [], 1.0)
+            for one in list(running):
+                if one.pipe in ready and (part := os.read(one.pipe, 1 << 16)):
+                    one.answer += part
+                elif one.pipe in ready or time.monotonic() > one.deadline:
+                    running.remove(one)
+                    yield _ended(one, timeout_s)
+    finally:
+        for one in running:
+            _kill(one)
+
+
+def _start(name: str, job: Callable[[], str], timeout_s: float) -> Running:
+    reading, writing = os.pipe()
+    process = os.fork()
+    if process == 0:
+        os.setsid()  # what it starts, compilers too, ends with it
+        os.close(reading)
+        try:
+            os.write(writing, b"")
+            with os.fdopen(writing, "w") as pipe:
+                pipe.write(job())
+        except BaseException:  # noqa: BLE001 - nothing may go on in the parent's code
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(writing)
+    return Running(name, process, reading, time.monotonic() + timeout_s)
+
+
+def _ended(one: Running, timeout_s: float) -> tuple[str, str | None, str]:
+    is_late = time.monotonic() > one.deadline
+    status = _kill(one)
+    if one.answer and not is_late:
+        return one.name, one.answer.decode(), ""
+    if is_late:
+        return one.name, None, f"not done after {timeout_s:g} s"
+    return one.name, None, f"killed by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else "ended without an answer"
+
+
+def _kill(one: Running) -> int:
+    """Ends the process and all that it started; its status, if it had ended already its own."""
+    ended, status = os.waitpid(one.process, os.WNOHANG)
+    for _ in range(20):  # one that has closed its pipe is about to end
+        if ended or not one.answer:
+            break
+        time.sleep(0.05)
+        ended, status = os.waitpid(one.process, os.WNOHANG)
+    try:
+        os.killpg(one.process, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    if not ended:
+        _, status = os.waitpid(one.process, 0)
+    os.close(one.pipe)
+    return status
