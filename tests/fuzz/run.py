@@ -1,0 +1,53 @@
+"""Runs many programs, one seed each: ``python tests/fuzz/run.py --level joint --programs 20000 --state joint.jsonl``.
+
+What is done is in the state file, one line for every hundred seeds with the versions they ran on; a run that was stopped goes on from
+there, and seeds that ran on another product or torch run again. Failures are shrunk and written to ``tests/fuzz/corpus``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+BLOCK = 100
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--level", choices=("joint", "compile"), required=True)
+    parser.add_argument("--programs", type=int, default=1000, help="number of seeds")
+    parser.add_argument("--seed-from", type=int, default=0, help="the first seed")
+    parser.add_argument("--state", type=Path, help="JSON-lines file of what is done; without it nothing is remembered")
+    parser.add_argument("--shard", default="1/1", help="i/n: only every n-th block of seeds, from the i-th on")
+    parser.add_argument("--only", type=int, help="one seed, with its program and what it says")
+    parser.add_argument("--no-shrink", action="store_true", help="failures are counted, and not written to the corpus")
+    args = parser.parse_args()
+    folder = tempfile.mkdtemp(prefix="dyngran-fuzz-")
+    os.environ["DYNGRAN_CACHE_DIR"] = folder  # plans of another version would hide changes
+    try:
+        from campaign import Campaign, check_seed, show_seed
+
+        if args.only is not None:
+            return show_seed(args.level, args.only)
+        campaign = Campaign(args.level, args.state, shrinks=not args.no_shrink)
+        shard, num_shards = (int(part) for part in args.shard.split("/"))
+        blocks = range(args.seed_from, args.seed_from + args.programs, BLOCK)
+        for number, first in enumerate(blocks):
+            if number % num_shards != shard - 1 or campaign.is_done(first):
+                continue
+            campaign.run_block(first, min(first + BLOCK, args.seed_from + args.programs), check_seed)
+        return campaign.summary()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
