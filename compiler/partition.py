@@ -31,7 +31,7 @@ def partition(captured: Captured, saved: Iterable[int], schedule: Schedule | Non
     joint = captured.joint.module
     saved_nodes = [node for value in sorted(set(saved)) if (node := captured.nodes[value]) is not None]
     symbols = _forward_symbols(captured)
-    forward, backward = _extract(captured, joint, _saved_inputs(joint) + saved_nodes, symbols)
+    forward, backward = _extract(captured, joint, _inputs_of_backward(captured, joint, saved_nodes) + saved_nodes, symbols)
     _drop_unread_random(backward)
     forward, backward = _replay_random(captured, forward, backward, len(symbols))
     backward = delay_recompute(
@@ -60,7 +60,11 @@ def _partition_scheduled(captured: Captured, saved: frozenset[int], schedule: Sc
         name = captured.problem.values[min(unplanned)].name
         raise GraphBroken(f"the plan's schedule reads {name} in backward as forward made it, and the plan does not save it")
     forward, backward = _extract(
-        captured, unrolled.module, [*_saved_inputs(unrolled.module), *unrolled.crossing], list(unrolled.symbols), unrolled.inputs
+        captured,
+        unrolled.module,
+        [*_inputs_of_backward(captured, unrolled.module, unrolled.crossing), *unrolled.crossing],
+        list(unrolled.symbols),
+        unrolled.inputs,
     )
     for module, names in ((forward, unrolled.forward), (backward, unrolled.backward)):
         _keep_only(module, names)
@@ -87,12 +91,25 @@ def _extract(
     )
 
 
-def _saved_inputs(joint: fx.GraphModule) -> list[fx.Node]:
-    """The caller's tensors, which backward may read as they are."""
+def _inputs_of_backward(captured: Captured, joint: fx.GraphModule, crossing: Iterable[fx.Node]) -> list[fx.Node]:
+    """The caller's tensors that backward may read as they are.
+
+    Not those that only random draws read which nobody wants there: extraction takes such draws for effects, and would save what they read.
+    Autograd refuses a saved input that is written to before backward, read or not.
+    """
+    _, gradients, _ = torch_private.split_outputs(joint, captured.joint.num_fwd_outputs)
+    wanted = [node for node in gradients if isinstance(node, fx.Node)]
+    wanted += [node for node in joint.graph.nodes if node.op == "call_function" and node.is_impure() and not torch_private.is_random(node)]
+    seen = set(crossing)
+    while wanted:
+        node = wanted.pop()
+        if node not in seen:
+            seen.add(node)
+            wanted.extend(node.all_input_nodes)
     return [
         node
         for node in joint.graph.nodes
-        if node.op == "placeholder" and torch_private.is_primal(node) and not torch_private.is_sym_node(node)
+        if node.op == "placeholder" and node in seen and torch_private.is_primal(node) and not torch_private.is_sym_node(node)
     ]
 
 

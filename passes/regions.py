@@ -123,7 +123,7 @@ def region_numbers(problem: Problem, boundaries: Sequence[int], crossings: Cross
     """Per op, the number of the region it belongs to; ops outside forward belong where what they read was made.
 
     What forward reads beyond the region after the one that makes it (masks, position tables, long skips) says nothing about where a
-    reader belongs, unless it reads nothing else. Forward ops that lead to nothing but outputs (running statistics, which graphs update
+    reader belongs, unless it reads nothing else; nor do states of the random generator, which belong to their readers. Forward ops that lead to nothing but outputs (running statistics, which graphs update
     at their end) belong where what they read was made.
     """
     number: dict[int, int] = {}
@@ -137,7 +137,7 @@ def region_numbers(problem: Problem, boundaries: Sequence[int], crossings: Cross
             end = next(ends, None)
     for index in sorted(ending_ops(problem)):
         producers = [problem.values[read].producer for read in problem.ops[index].reads]
-        made_in = [number[producer] for producer in producers if producer is not None]
+        made_in = [number[producer] for producer in producers if producer in number]
         if made_in:
             number[index] = max(made_in)
     reaches: dict[int, int] = {}

@@ -232,6 +232,24 @@ def test_a_graph_whose_skips_pass_everywhere_is_cut_where_little_crosses_besides
     assert sorted(besides)[len(besides) // 2] <= 8
 
 
+def test_draws_that_lead_to_nothing_but_outputs_are_numbered() -> None:
+    """What makes a random state stands outside of forward, and a draw that backward does not need reads it."""
+    build = Builder()
+    x = build.given(8, Kind.INPUT)
+    gradient = build.given(8, Kind.TANGENT)
+    state = build.op([], 2, side=Side.FREE, target="random state", pinned="drawn again from it")
+    noise = build.op([x, state], 8)
+    hidden = build.op([x], 8)
+    last = build.op([hidden], 8)
+    build.outputs |= {noise, last}
+    build.gradients.add(build.op([gradient, hidden], 8, side=Side.BACKWARD))
+    problem = build.build()
+    crossings = find_crossings(problem)
+    numbers = region_numbers(problem, (1,), crossings)
+    assert len(numbers) == len(problem.ops)
+    assert 0 in numbers and 1 in numbers
+
+
 def test_only_large_regions_are_cut_again() -> None:
     problem = skipping_chain(24)
     crossings = find_crossings(problem)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch._inductor.config
 from joint import Choose, Cut, cut, save_all, save_every_third, save_nothing, traced
 from measure import differences, forward_backward, snapshot
 from torch import Tensor, fx, nn
@@ -231,3 +232,28 @@ def test_every_saved_set_of_a_small_graph_gives_the_same_gradients() -> None:
         got = snapshot(module, loss)
         want = want or got
         assert differences(want, got) == [], subset
+
+
+@pytest.mark.parametrize("choose", [save_all, save_every_third])
+def test_what_only_an_unread_draw_reads_is_not_saved(choose: Choose) -> None:
+    """Where draws count as effects, extraction keeps them all in backward, and with this one the noisy input. Forward writes to that
+    afterwards, and autograd refuses a saved tensor that was written to."""
+    weight = torch.linspace(0.5, 1.5, 64).requires_grad_()
+    leaf = x_of().requires_grad_()
+
+    def function(noisy: Tensor) -> Tensor:
+        drawn = F.dropout(noisy, 0.5)
+        gate = torch.sigmoid(noisy)
+        noisy.mul_(0.5)
+        return drawn.mean() + (gate * weight).sin().mean()
+
+    def gradients(step: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        torch.manual_seed(9)
+        return torch.autograd.grad(step(leaf * 1), (leaf, weight))
+
+    made = cut(function, choose)
+    with torch._inductor.config.patch(fallback_random=True):
+        assert all(torch.equal(want, got) for want, got in zip(gradients(function), gradients(made.step), strict=True))
+    read = {node.name for node in made.backward.graph.nodes if node.op == "placeholder" and node.users}
+    primals = {node.name for node in made.backward.graph.nodes if node.op == "placeholder" and torch_private.is_primal(node)}
+    assert primals <= read
