@@ -47,7 +47,7 @@ class Counting(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def main() -> None:
-    asked = argument_parser(__doc__, cpu="20MiB", cuda="600MiB").parse_args()
+    asked = argument_parser(__doc__, cpu="20MiB", cuda="1GiB").parse_args()
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, use_cache=False, **sizes))

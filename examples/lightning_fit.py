@@ -53,7 +53,7 @@ class Sines(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 
 def main() -> None:
-    asked = argument_parser(__doc__, cpu="16MiB", cuda="600MiB").parse_args()
+    asked = argument_parser(__doc__, cpu="16MiB", cuda="2GiB").parse_args()
     lightning.seed_everything(0, verbose=False)
     model = Regressor()
     compiled = torch.compile(model, backend="dyngran", options={"budget": asked.budget, "codegen": asked.codegen})

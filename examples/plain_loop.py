@@ -39,7 +39,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
-    asked = argument_parser(__doc__, cpu="24MiB", cuda="600MiB").parse_args()
+    asked = argument_parser(__doc__, cpu="24MiB", cuda="2GiB").parse_args()
     torch.manual_seed(0)
     model = Classifier().to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -45,7 +45,7 @@ def put_on_list_of_accelerate(cls: type[DynamoBackend], value: object) -> Dynamo
 
 
 def main() -> None:
-    parser = argument_parser(__doc__, cpu="20MiB", cuda="600MiB")
+    parser = argument_parser(__doc__, cpu="20MiB", cuda="1GiB")
     parser.add_argument("--by-arguments", action="store_true", help="compile by TrainingArguments(torch_compile_backend='dyngran')")
     asked = parser.parse_args()
     torch.manual_seed(0)
