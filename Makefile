@@ -1,4 +1,4 @@
-# make demo | make test | make test-all | make lint | make check-plans | make update-plans: each installs what it needs into .venv first, and again only when the requirements change.
+# make demo | make test | make test-all | make fuzz | make lint | make check-plans | make update-plans: each installs what it needs into .venv first, and again only when the requirements change.
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +10,7 @@ FLOORS := compiler runtime passes kernels
 # The repository's root must not be importable: it would make `kernels` a top-level module (docs/decisions.md).
 export PYTHONSAFEPATH := 1
 
-.PHONY: install demo test test-all lint check-plans update-plans typing clean
+.PHONY: install demo test test-all fuzz lint check-plans update-plans typing clean
 
 install: $(STAMP)
 
@@ -28,6 +28,13 @@ test: install
 
 test-all: install
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# Random programs against eager mode; stopped, it goes on where it was. FUZZ_STATE is a file, SHARD is "1/2" for the first of two halves.
+FUZZ_STATE ?= fuzz.jsonl
+SHARD ?= 1/1
+fuzz: install
+	$(BIN)/python tests/fuzz/run.py --level joint --programs 20000 --shard $(SHARD) --state $(FUZZ_STATE)
+	$(BIN)/python tests/fuzz/run.py --level compile --programs 1000 --shard $(SHARD) --state $(FUZZ_STATE)
 
 lint: install typing
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 from dataclasses import dataclass
@@ -29,17 +30,17 @@ class Case:
 
 
 def versions() -> dict[str, str]:
-    """Of torch, and of the product's folders as git hashes them with what is not committed."""
+    """Of torch, and a hash of the product."""
     return {"torch": torch.__version__, "product": product_tree()}
 
 
 def product_tree() -> str:
-    """A hash of the product's folders in the last commit, with a mark if files differ from it; "unknown" outside a checkout."""
-    head = _git("rev-parse", *(f"HEAD:{folder}" for folder in PRODUCT))
-    if head is None:
+    """A hash of the product's folders as they are now, changes that are not committed included; "unknown" outside a checkout."""
+    head, changes = _git("rev-parse", *(f"HEAD:{folder}" for folder in PRODUCT)), _git("diff", "HEAD", "--", *PRODUCT)
+    if head is None or changes is None:
         return "unknown"
-    hashes = "-".join(line[:8] for line in head.split())
-    return f"{hashes}{'+changes' if _git('status', '--porcelain', '--', *PRODUCT) else ''}"
+    tree = hashlib.sha256(head.encode()).hexdigest()[:12]
+    return tree if not changes else f"{tree}+{hashlib.sha256(changes.encode()).hexdigest()[:12]}"
 
 
 def _git(*args: str) -> str | None:

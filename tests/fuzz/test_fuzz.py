@@ -34,10 +34,10 @@ from dyngran.passes.plan import Schedule
 
 CASES = read_cases()
 MAX_DISCARDED = 0.12
-JOINT_EXAMPLES, COMPILED_EXAMPLES = 20, 3
+JOINT_EXAMPLES, COMPILED_EXAMPLES = 15, 2
 MAX_SEEDS_TO_A_FAULT = 120
 MAX_SHRUNK_STEPS = 3
-MAX_TRIES = 60
+MAX_TRIES = 40
 
 no_checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
