@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from dyngran.compiler import torch_private
-from dyngran.compiler.capture import CPU_RANDOM_STATE_BYTES, Captured
+from dyngran.compiler.capture import CPU_RANDOM_STATE_BYTES, TAKE_OVER, Captured
 from dyngran.compiler.storages import storage_bytes, tensors_of
 from dyngran.compiler.wrapper_code import (
     UnreadableWrapper,
@@ -79,11 +79,13 @@ def wrapper_peak(account: WrapperAccount, captured: Captured, plan: Plan, measur
     held = captured.problem.forward_outputs
     kept = frozenset(node.name for value, node in enumerate(captured.nodes) if node is not None and value in held and value in plan.saved)
     still_held = sum(captured.problem.values[value].size_bytes for value in held if value not in plan.saved)
+    copied = sum(op.workspace_bytes for op in captured.problem.ops if op.name == TAKE_OVER)
     try:
         first = _Replay(forward, captured, measure=measure)
         in_forward = first.peak()
         saved = first.returned[captured.joint.num_fwd_outputs :]
-        in_backward = _Replay(backward, captured, measure=measure, saved=saved, never_freed=kept).peak()
+        second = _Replay(backward, captured, measure=measure, saved=saved, never_freed=kept)
+        in_backward = max(second.peak(), second.live() + copied)
     except (UnreadableWrapper, UnknownSize) as error:
         log.info("generated code is not accounted for: %s", error)
         return None
@@ -152,7 +154,7 @@ class _Replay:
                 self._branch(statement)
             else:
                 workspace = self._run(statement)
-                self._highest = max(self._highest, self._live() + workspace)
+                self._highest = max(self._highest, self.live() + workspace)
 
     def _branch(self, statement: ast.If) -> None:
         """Both branches from the same state; what holds more afterwards goes on."""
@@ -161,7 +163,7 @@ class _Replay:
         for body in (statement.body, statement.orelse):
             self._bound, self._members, self._lists = dict(bound), dict(members), dict(lists)
             self._execute(body)
-            ends.append((self._live(), self._bound, self._members))
+            ends.append((self.live(), self._bound, self._members))
         _, self._bound, self._members = max(ends, key=lambda end: end[0])
 
     def _run_body(self, target: str, call: ast.Call) -> None:
@@ -178,7 +180,7 @@ class _Replay:
         self._members[target] = list(results)
         self._bound[target] = _leaves(self._members[target])
 
-    def _live(self) -> int:
+    def live(self) -> int:
         alive = {storage for storages in self._bound.values() for storage in storages}
         return sum(self._size_of[storage] for storage in alive)
 

@@ -12,12 +12,13 @@ from dyngran.compiler import torch_private
 from dyngran.compiler.labels import label_of, region_of
 from dyngran.compiler.loops import LoopKind, loop_kind
 from dyngran.compiler.recomputable import pin_reason
-from dyngran.compiler.storages import Storages, find_storages, num_elements, planned_device
+from dyngran.compiler.storages import Storages, find_storages, num_elements, planned_device, storage_bytes
 from dyngran.passes.carry import with_carried
 from dyngran.passes.problem import Kind, Op, Problem, Side, Value
 from dyngran.passes.profile_cache import Measurement
 from dyngran.passes.signature import guessed_size, symbol_bound
 
+TAKE_OVER = "gradients in the layout of their parameters"  # the name of the op that stands for autograd's copies
 CPU_RANDOM_STATE_BYTES = 5056  # torch.get_rng_state() on CPU: a Mersenne Twister
 
 Pricer = Callable[[Sequence[fx.Node], torch.device], Sequence[Measurement]]
@@ -25,12 +26,14 @@ Pricer = Callable[[Sequence[fx.Node], torch.device], Sequence[Measurement]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointGraph:
-    """A joint graph as the partitioner gets it. ``input_kinds`` has one kind per primal, in order, as far as they are known."""
+    """A joint graph as the partitioner gets it. ``input_kinds`` has one kind per primal, in order, as far as they are known; ``leaves`` are the
+    positions of those whose gradient autograd accumulates."""
 
     module: fx.GraphModule
     num_fwd_outputs: int
     static_input_indices: tuple[int, ...]
     input_kinds: tuple[Kind, ...]
+    leaves: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +90,9 @@ def capture(
         ops.append(_at_the_end(len(ops), "write back mutated inputs", "copy_", epilogue, pinned="mutates an input"))
     if not holds_outputs and returned:
         ops.append(_at_the_end(len(ops), "return outputs", "output", returned, pinned="ends forward"))
+    if copied_bytes := _copied_gradient_bytes(joint, storages):
+        end = _at_the_end(len(ops), TAKE_OVER, "clone", tuple(sorted(gradients)), pinned="the caller's")
+        ops.append(replace(end, side=Side.BACKWARD, workspace_bytes=copied_bytes))
     values = _values(joint, storages, ops, forward_outputs, gradients, states)
     if keep_below_bytes is None:
         keep_below_bytes = min(2**20, max((value.size_bytes for value in values if not value.kind.is_static), default=0) // 256)
@@ -153,6 +159,48 @@ def _outputs(joint: JointGraph, storages: Storages) -> tuple[tuple[int, ...], fr
     written_back = [n for n, d in zip(forward, descriptors, strict=True) if id(getattr(d, "mutated_input", None)) in mutated]
     held = [n for n, d in zip(forward, descriptors, strict=True) if id(getattr(d, "mutated_input", None)) not in mutated]
     return tuple(dict.fromkeys(planned(held))), frozenset(planned(backward)), tuple(dict.fromkeys(planned(written_back)))
+
+
+def _copied_gradient_bytes(joint: JointGraph, storages: Storages) -> int:
+    """Most bytes of gradients that autograd copies at one time, for they have not the layout of their parameter: after backward, one
+    parameter after the other, and what was copied is freed with the last gradient that lies in its storage.
+
+    Source: torch/csrc/autograd/functions/accumulate_grad.h, utils/grad_layout_contract.h.
+    """
+    _, backward, _ = torch_private.split_outputs(joint.module, joint.num_fwd_outputs)
+    primals = [node for node in joint.module.graph.nodes if node.op == "placeholder" and torch_private.is_primal(node)]
+    copied: dict[tuple[int, ...], int] = {}
+    if len(primals) == len(joint.input_kinds) == len(backward):
+        for position in joint.leaves:
+            gradient, leaf = backward[position], primals[position].meta.get("val")
+            if isinstance(gradient, fx.Node) and isinstance(leaf, torch.Tensor) and not _is_taken_over(gradient.meta.get("val"), leaf):
+                place = storages.of.get(gradient, ())
+                copied[place] = copied.get(place, 0) + storage_bytes(leaf, planned_device(joint.module.graph))
+    return max(copied.values(), default=0)
+
+
+def _is_taken_over(gradient: object, leaf: torch.Tensor) -> bool:
+    """Whether a gradient becomes the leaf's as it is: in its layout if that is dense, else row by row. True for what is no plain tensor."""
+    if not isinstance(gradient, torch.Tensor) or gradient.layout is not torch.strided:
+        return True
+    have, wanted = _layout(gradient), _layout(leaf)
+    return have == (wanted if _is_dense(wanted) else _layout(torch.empty([size for size, _ in wanted], device="meta")))
+
+
+def _layout(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """(size, stride) of every dimension along which there is more than one element."""
+    sizes = [torch_private.size_hint(size) for size in tensor.shape]
+    return [(size, torch_private.size_hint(stride)) for size, stride in zip(sizes, tensor.stride(), strict=True) if size != 1]
+
+
+def _is_dense(layout: list[tuple[int, int]]) -> bool:
+    """Whether the elements fill a block of memory, each at a place of its own."""
+    extent = 1
+    for size, stride in sorted(layout, key=lambda dimension: dimension[1]):
+        if stride != extent:
+            return False
+        extent *= size
+    return True
 
 
 def _ops(storages: Storages, node_info: object, costs: Sequence[Measurement], device: torch.device) -> tuple[list[Op], list[Value]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -31,6 +31,7 @@ class Member(Protocol):
 
     def parameters(self) -> list[torch.nn.Parameter]: ...
     def saved_outputs(self) -> dict[int, int]: ...
+    def bytes_beside(self, counted: Container[int]) -> int: ...
 
 
 class StepChain:
@@ -116,7 +117,8 @@ class StepChain:
         return [one for ref in self._members[: self._position(member)] if (one := ref()) is not None]
 
     def bytes_before(self, member: Any, inputs: Sequence[Any]) -> int:
-        """Bytes that earlier graphs hold while ``member`` runs, without its ``inputs``. Where an allocator counts them already: 0."""
+        """Bytes that earlier graphs and the function that ``member`` is of hold while it runs, without its ``inputs``. Where an allocator counts
+        them already: 0."""
         memory = device_memory(member.device)
         if memory.allocated_bytes is not None:
             return 0
@@ -131,7 +133,8 @@ class StepChain:
             counted |= saved
             total_bytes += sum(size for storage, size in one.held.items() if storage not in counted)
             counted |= one.held
-        return total_bytes
+        beside_bytes: int = member.bytes_beside(counted)
+        return total_bytes + beside_bytes
 
     def bytes_after(self, member: Any, held: Sequence[Any]) -> int:
         """Bytes that later graphs will hold while backward of this one runs: gradients (where no allocator counts them, also the

@@ -11,7 +11,7 @@ from dyngran.compiler import torch_private
 from dyngran.compiler.capture import Captured
 from dyngran.compiler.unroll import makers, nodes_of_ops
 from dyngran.passes.order_rules import OrderRules, distinct_pairs
-from dyngran.passes.problem import Kind
+from dyngran.passes.problem import Kind, Side
 
 DRAWS_INSIDE = "its body draws random numbers, which another run would not draw again"
 OVERWRITTEN = "what it makes is overwritten afterwards"
@@ -22,7 +22,9 @@ def order_rules(captured: Captured) -> OrderRules:
     problem, storages = captured.problem, captured.storages
     nodes = nodes_of_ops(captured)
     carried = {value.index for value in problem.values if value.kind is Kind.CARRIED}
-    by_runtime = [op for op, node in zip(problem.ops, nodes, strict=True) if node is None and op.target != "random state"]
+    by_runtime = [
+        op for op, node in zip(problem.ops, nodes, strict=True) if node is None and op.target != "random state" and op.side is Side.FORWARD
+    ]
     bodies = {index for index, node in enumerate(nodes) if node is not None and _body_draws(captured.joint.module, node)}
     written: dict[int, list[int]] = {}  # storage: ops that overwrite it
     touching: dict[int, list[int]] = {}

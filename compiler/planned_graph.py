@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,7 +66,7 @@ class PlannedGraph:
         num_runs: how often it ran in the step that was traced; 1 where that is not counted.
         graph_break: (reason, "file.py:12") of the break that follows this graph, if one does.
         frame_id: Dynamo's number of the code that the graph is of. held: storages of what the graph was called with, when that was looked
-            at: bytes by identity.
+            at, at first with what its function held: bytes by identity.
         notes: sentences for `explain`. observer: what was measured while it ran.
     """
 
@@ -84,6 +84,8 @@ class PlannedGraph:
         self.static: StaticMemory | None = None
         self.device = torch.device("cpu")
         self.budget_bytes: int | None = None
+        self._in_frame = storage_bytes(torch_private.tensors_of_frame(), self.device)
+        self._beside_bytes: int | None = None
         self.held: dict[int, int] = {}
         self.observer = StepObserver()
         self._returned = ReturnedOutputs(self._kinds_of_tensor())
@@ -295,7 +297,7 @@ class PlannedGraph:
 
     def _build(self, inputs: Sequence[Any], held: Sequence[Any]) -> Callable[..., Any]:
         """Plan, partition and generate code. ``inputs`` are what AOTAutograd traces with, ``held`` the real tensors of this call."""
-        self.held = storage_bytes(held, self.device)
+        self.held = self._in_frame | storage_bytes(held, self.device)
         present = list(held)  # emptied below: compiled code keeps its partitioner, and with it this batch
         try:
             with torch_private.tracing_here():
@@ -496,6 +498,14 @@ class PlannedGraph:
     def static_of(self, kinds: tuple[Kind, ...]) -> int:
         """Static bytes of these kinds when the plan was made."""
         return 0 if self.static is None else sum(self.static.bytes_by_kind.get(kind, 0) for kind in kinds)
+
+    def bytes_beside(self, counted: Container[int]) -> int:
+        """What the graph's function held when the graph was made, without the storages in ``counted``: parameters that nothing reads, an
+        attention mask of ones. Another instance of the model is taken to hold as much."""
+        if self._beside_bytes is None:
+            self._beside_bytes = sum(size for storage, size in self._in_frame.items() if storage not in counted)
+            self._in_frame = {}
+        return self._beside_bytes
 
     def saved_outputs(self) -> dict[int, int]:
         """What the latest forward returned that the plan saves, as far as sizes tell: bytes by identity of the storage."""

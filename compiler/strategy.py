@@ -23,6 +23,7 @@ from dyngran.compiler.plans.planfile import PlanDocument, check_applicable, for_
 from dyngran.compiler.prepare import prepare
 from dyngran.compiler.pricing import device_spec, price_nodes, workspace_meter
 from dyngran.compiler.room import GUESSED_SLACK, KNOWN_SLACK, LOSS_BYTES, room_beside
+from dyngran.compiler.situation import gradients_to_come
 from dyngran.compiler.static_memory import Carried, measure_static, profiling_limit
 from dyngran.compiler.storages import planned_device
 from dyngran.compiler.store import (
@@ -138,7 +139,13 @@ class Strategy:
         static = measure_static(held, device, carried_bytes=carried.present_bytes)
         limit = profiling_limit(options.budget, static, device)
         captured = capture(
-            JointGraph(module=joint, num_fwd_outputs=num_fwd_outputs, static_input_indices=static_indices, input_kinds=kinds),
+            JointGraph(
+                module=joint,
+                num_fwd_outputs=num_fwd_outputs,
+                static_input_indices=static_indices,
+                input_kinds=kinds,
+                leaves=frozenset(gradients_to_come(held)),
+            ),
             price=lambda nodes, on: price_nodes(
                 nodes,
                 on,

@@ -38,6 +38,7 @@ _tracing_threads: set[int] = set()
 
 RESUME_NAMES = ("__resume_at", "torch_dynamo_resume_in")
 LEAVING = ("RETURN", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE")  # opcodes after which the next is not run
+MAX_NESTING = 8  # of containers in a function's variables
 MAX_NODES = 100_000  # of autograd's graph that are looked at
 USER_RECOMPUTES = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
@@ -783,6 +784,28 @@ def frame_id() -> int | None:
 
     found = CompileContext.current_compile_id()
     return None if found is None else found.frame_id
+
+
+def tensors_of_frame() -> list[torch.Tensor]:
+    """Tensors that the function which Dynamo is compiling holds: its arguments and variables, and what modules and containers among them hold,
+    whether the graph reads them or not. None outside of a compilation."""
+    from torch._dynamo.output_graph import OutputGraph
+
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not isinstance(frame.f_locals.get("self"), OutputGraph):
+        frame = frame.f_back
+    return [] if frame is None else list(_tensors_held(list(frame.f_locals["self"].local_scope.values()), MAX_NESTING))
+
+
+def _tensors_held(value: object, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, torch.nn.Module):
+        yield from value.parameters()
+        yield from value.buffers()
+    elif isinstance(value, (list, tuple, dict)) and depth:
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_held(item, depth - 1)
 
 
 def is_nested() -> bool:
