@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from torch import fx
 
-from dyngran.compiler import registry
+from dyngran.compiler import given_up, registry, torch_private
 from dyngran.compiler.chain import StepChain
 from dyngran.compiler.options import parse_options
 from dyngran.compiler.planned_graph import PlannedGraph
@@ -26,12 +26,16 @@ def dyngran(
     Errors of dyngran's own are raised by the first call of what is returned, not here: Dynamo would wrap them in classes of its own, or
     swallow them under ``suppress_errors``.
     """
+    given_up.watch(dyngran)
     try:
         graph = PlannedGraph(module, example_inputs, parse_options(options, mode=mode))
         graph.compile(example_inputs)
     except DyngranError as error:
         StepChain.leave()
+        torch_private.note_planned()
         return _refuse(error)
+    if graph.plan is not None:
+        torch_private.note_planned()
     registry.remember(graph)
     return graph
 
@@ -44,3 +48,6 @@ def _refuse(error: DyngranError) -> Callable[..., Any]:
         raise copy.copy(bare)
 
     return refuse
+
+
+given_up.watch(dyngran)  # here, since of a model that is given up as a whole this function never hears

@@ -26,8 +26,8 @@ Pricer = Callable[[Sequence[fx.Node], torch.device], Sequence[Measurement]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointGraph:
-    """A joint graph as the partitioner gets it. ``input_kinds`` has one kind per primal, in order, as far as they are known; ``leaves`` are the
-    positions of those whose gradient autograd accumulates."""
+    """A joint graph as the partitioner gets it. ``input_kinds`` has one kind per primal, in order, as far as they are known; ``leaves``
+    are the positions of those whose gradient autograd accumulates."""
 
     module: fx.GraphModule
     num_fwd_outputs: int

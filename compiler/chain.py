@@ -117,8 +117,8 @@ class StepChain:
         return [one for ref in self._members[: self._position(member)] if (one := ref()) is not None]
 
     def bytes_before(self, member: Any, inputs: Sequence[Any]) -> int:
-        """Bytes that earlier graphs and the function that ``member`` is of hold while it runs, without its ``inputs``. Where an allocator counts
-        them already: 0."""
+        """Bytes that earlier graphs and the function that ``member`` is of hold while it runs, without its ``inputs``. Where an allocator
+        counts them already: 0."""
         memory = device_memory(member.device)
         if memory.allocated_bytes is not None:
             return 0

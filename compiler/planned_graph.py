@@ -98,6 +98,7 @@ class PlannedGraph:
         self._leaves: tuple[weakref.ref[torch.nn.Parameter], ...] = ()
         self._follow(inputs)
         self._rungs: dict[Situation, Rung] = {}
+        self._ran_with: dict[tuple[int, ...], Rung] = {}  # the latest, by sizes
         self._num_calls = 0
         self._num_open = 0
         self._step_of_open = 0
@@ -134,12 +135,15 @@ class PlannedGraph:
             self._follow(args)  # the same code serves another instance of the model
         if self._optimizers_seen != num_optimizers_seen():
             self._optimizers_seen, self._num_calls = num_optimizers_seen(), 0
-        self._check_outputs()
         situation = self._situation(args)
+        if torch_private.is_in_backward() and (again := self._ran_with.get(situation.sizes)) is not None:
+            return again.run(*args)  # a checkpoint's: it must save what the call saved that it repeats
+        self._check_outputs()
         if self._notice_carried() or self._num_calls < WATCHED_CALLS:
             self._num_calls += 1
             self._look(args, self._serving(situation))
         rung = self._rungs.get(situation) or self._rung_for(situation, args)
+        self._ran_with[situation.sizes] = rung
         outputs = rung.run(*args)
         self._returned.watch(outputs, args)
         return outputs
@@ -281,6 +285,8 @@ class PlannedGraph:
         observed = self.observer.around(run, is_backward)
 
         def counted(args: list[Any]) -> Any:
+            if not is_backward and torch_private.is_in_backward():
+                return run(args)  # a checkpoint's: the call that it repeats has been counted
             results = observed(args)  # a forward may end the step before
             if self._step_of_open != self.observer.num_steps:  # forwards that never got a backward die with their step
                 self._step_of_open, self._num_open = self.observer.num_steps, 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dyngran.compiler import given_up
 from dyngran.compiler.planned_graph import PlannedGraph
 from dyngran.passes.errors import NothingCompiled
 
@@ -40,6 +41,7 @@ def graphs_of(handle: torch.nn.Module | Callable[..., Any] | None) -> list[Plann
     if not found:
         raise NothingCompiled(
             "dyngran has not planned a graph of this model yet: call it once with gradients enabled, and check that it needs gradients."
+            + "".join(f" {sentence[0].upper()}{sentence[1:]}" for sentence in given_up.told())
         )
     return found
 

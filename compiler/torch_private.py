@@ -10,6 +10,7 @@ import contextlib
 import dis
 import functools
 import operator
+import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -35,6 +36,7 @@ SizeReader = Callable[[Sequence[Any]], Any]
 HIGHER_ORDER_TYPE = torch._ops.HigherOrderOperator
 MUST_SAVE = CheckpointPolicy.MUST_SAVE
 _tracing_threads: set[int] = set()
+_planned_compilations: set[str] = set()
 
 RESUME_NAMES = ("__resume_at", "torch_dynamo_resume_in")
 LEAVING = ("RETURN", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE")  # opcodes after which the next is not run
@@ -277,14 +279,17 @@ def compile_eager(
     ``around(run, is_backward)`` may wrap the boxed callable that runs a graph; inference graphs are not wrapped.
     """
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import config as functorch_config
 
     def finish(is_backward: bool) -> Compiler:
         return lambda gm, _inputs: around(boxed(gm), is_backward)
 
     compiled = aot_autograd(
         fw_compiler=finish(False), bw_compiler=finish(True), inference_compiler=lambda gm, _inputs: boxed(gm), partition_fn=partition
-    )(module, inputs)
-    return compiled
+    )
+    with functorch_config.patch(donated_buffer=False):  # nothing here writes over what was saved: a graph may be retained
+        run = compiled(module, inputs)
+    return run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -787,8 +792,8 @@ def frame_id() -> int | None:
 
 
 def tensors_of_frame() -> list[torch.Tensor]:
-    """Tensors that the function which Dynamo is compiling holds: its arguments and variables, and what modules and containers among them hold,
-    whether the graph reads them or not. None outside of a compilation."""
+    """Tensors that the function which Dynamo is compiling holds: its arguments and variables, and what modules and containers among them
+    hold, whether the graph reads them or not. None outside of a compilation."""
     from torch._dynamo.output_graph import OutputGraph
 
     frame: FrameType | None = sys._getframe()
@@ -806,6 +811,77 @@ def _tensors_held(value: object, depth: int) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple, dict)) and depth:
         for item in value.values() if isinstance(value, dict) else value:
             yield from _tensors_held(item, depth - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledFor:
+    """What `torch.compile` was told: the backend's function, and its keyword arguments."""
+
+    backend: object
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """A function that Dynamo could not compile, where it begins ("file.py:12"), and why, in one sentence."""
+
+    function: str
+    place: str
+    reason: str
+
+
+def note_planned() -> None:
+    """The compilation that is going on has come to a graph that was planned, or refused: it is not given up."""
+    from torch._guards import CompileContext
+
+    _planned_compilations.add(str(CompileContext.current_compile_id()))
+
+
+class GivenUpWatch:
+    """Calls ``tell`` whenever Dynamo ends a compilation without a planned graph because of a graph break: one that it cannot resume after,
+    or one before which nothing needs gradients. `torch.compiler.reset` ends it; ``start`` may be called as often as one likes."""
+
+    def __init__(self, tell: Callable[[CompiledFor, GivenUp], object]) -> None:
+        self._tell = tell
+        self._breaks_before: dict[str, dict[str, int]] = {}
+
+    def start(self) -> None:
+        from torch._dynamo.callback import callback_handler
+
+        if self._ended not in callback_handler.end_callbacks:
+            callback_handler.register_start_callback(self._started)
+            callback_handler.register_end_callback(self._ended)
+
+    def _started(self, arguments: Any) -> None:
+        from torch._dynamo.utils import counters
+
+        self._breaks_before[arguments.compile_id] = dict(counters["graph_break"])
+
+    def _ended(self, arguments: Any) -> None:
+        from torch._dynamo.exc import Unsupported
+        from torch._dynamo.utils import counters
+
+        before, error = self._breaks_before.pop(arguments.compile_id, {}), sys.exc_info()[1]
+        if arguments.compile_id in _planned_compilations:
+            _planned_compilations.discard(arguments.compile_id)
+            return
+        new = [reason for reason, count in counters["graph_break"].items() if count > before.get(reason, 0)]
+        reason = str(error) if isinstance(error, Unsupported) else new[-1] if new and error is None else ""
+        frame: FrameType | None = sys._getframe() if reason else None
+        while frame is not None:
+            code, compiler = frame.f_locals.get("code"), frame.f_locals.get("compiler_fn")
+            if frame.f_code.co_name == "_compile" and isinstance(code, CodeType) and compiler is not None:
+                inner = getattr(compiler, "_torchdynamo_orig_backend", compiler)
+                place = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+                given_up = GivenUp(code.co_name, place, reason.strip().splitlines()[0].rstrip(".") + ".")
+                self._tell(CompiledFor(getattr(inner, "compiler_fn", inner), getattr(inner, "kwargs", {})), given_up)
+                return
+            frame = frame.f_back
+
+
+def is_in_backward() -> bool:
+    """True while autograd runs a backward: what is called then is called again, by a checkpoint, or differentiated on its own."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def is_nested() -> bool:

@@ -13,8 +13,9 @@ from measure import forward_backward, held_tensors, measured_peak
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from dyngran.compiler.capture import CPU_RANDOM_STATE_BYTES, Captured
+from dyngran.compiler.capture import CPU_RANDOM_STATE_BYTES, TAKE_OVER, Captured
 from dyngran.compiler.pricing import device_spec, price_nodes
+from dyngran.compiler.registry import graphs_of
 from dyngran.passes.problem import Kind, Op, Side, Value
 from dyngran.passes.profile_cache import Measurement
 from dyngran.passes.simulate import Simulator
@@ -318,3 +319,27 @@ def test_the_simulated_peak_is_what_eager_code_allocates(name: str, choose: Choo
     measured = measured_peak(lambda: forward_backward(made.step, (x,)), held_tensors(module, (x,)))
     predicted = Simulator(made.captured.problem).evaluate(made.saved[-1]).peak_bytes
     assert abs(predicted - measured) <= 4096, (predicted, measured)
+
+
+class Pair(nn.Module):
+    """Two convolutions whose gradients come in channels-last layout where the input does; the weights stay row by row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = nn.Conv2d(8, 16, 3, padding=1, bias=False), nn.Conv2d(16, 512, 3, padding=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.large(torch.tanh(self.small(x))).mean()
+
+
+def test_gradients_in_another_layout_are_copied_one_after_the_other() -> None:
+    """Autograd keeps a gradient as it comes only if it lies as its parameter does; small images make that the peak of the step."""
+    module, x = Pair(), torch.randn(2, 8, 2, 2).to(memory_format=torch.channels_last)
+    step = torch.compile(module, backend="dyngran", options={"codegen": "eager", "keep_below": 0})
+    forward_backward(step, (x,))
+    (graph,) = graphs_of(module)
+    assert graph.strategy is not None and graph.plan is not None
+    (end,) = (op for op in graph.strategy.problem.ops if op.name == TAKE_OVER)
+    assert end.side is Side.BACKWARD and end.workspace_bytes == module.large.weight.nbytes
+    module.zero_grad()
+    assert measured_peak(lambda: forward_backward(step, (x,)), held_tensors(module, (x,))) == graph.plan.peak_bytes

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from measure import measured_peak
+from measure import forward_backward, held_tensors, measured_peak
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import dyngran
 from dyngran.compiler import registry
+from dyngran.compiler.registry import graphs_of
 from dyngran.compiler.situation import Situation
 from dyngran.errors import BudgetTooSmall
 
@@ -152,3 +155,70 @@ def test_threads_may_meet_new_situations_at_the_same_time() -> None:
     for model in models:
         for want, got in zip(alone.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(got.grad, want.grad)
+
+
+class Sideways(nn.Module):
+    """Reads one of its two layers, and one of its two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.unread = nn.Linear(64, 64), nn.Linear(512, 512)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return torch.sin(torch.sin(self.read(x))).square().mean()
+
+
+def test_what_the_model_holds_and_no_graph_reads_is_counted() -> None:
+    module, inputs = Sideways(), (torch.randn(256, 64), torch.ones(256, 512))
+    step = torch.compile(module, backend="dyngran", options={"codegen": "eager", "keep_below": 0})
+    forward_backward(step, inputs)
+    module.zero_grad()
+    peak_bytes = measured_peak(lambda: forward_backward(step, inputs), held_tensors(module, inputs))
+    assert peak_bytes == dyngran.explain(step).predicted_peak_bytes
+    module.zero_grad()
+    again = copy.deepcopy(module)  # the same code serves another instance, which holds as much and not twice as much
+    tight = torch.compile(module, backend="dyngran", options={"codegen": "eager", "keep_below": 0, "budget": peak_bytes})
+    forward_backward(tight, inputs)
+    other = torch.compile(again, backend="dyngran", options={"codegen": "eager", "keep_below": 0, "budget": peak_bytes})
+    forward_backward(other, inputs)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(module.read.parameters(), again.read.parameters(), strict=True))
+
+
+class Widening(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(32, 128), nn.LayerNorm(128), nn.Linear(128, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.norm(torch.nn.functional.gelu(self.up(x))))
+        return out
+
+
+class Repeated(nn.Module):
+    """Two blocks that are compiled in place, each under an eager checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Widening() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("budget_bytes", [2**30, 600_000])
+def test_a_checkpoint_repeats_a_call_by_the_plan_that_the_call_ran_by(budget_bytes: int) -> None:
+    """Whatever has come up between the two: gradients, other sizes, more of what is held."""
+    plain, module = Repeated(), Repeated()
+    module.load_state_dict(plain.state_dict())
+    for block in module.blocks:
+        block.compile(backend="dyngran", options={"codegen": "eager", "keep_below": 0, "budget": budget_bytes})
+    for num_rows in (64, 96, 96, 64):
+        x = torch.randn(num_rows, 32)
+        for model in (plain, module):
+            forward_backward(model, (x,))
+        for name, parameter in plain.named_parameters():
+            assert torch.allclose(parameter.grad, module.get_parameter(name).grad, atol=1e-6), name
+    for graph in graphs_of(module):
+        assert not any("several times" in note for note in graph.notes)

@@ -665,3 +665,66 @@ def test_other_threads_may_call_while_one_traces() -> None:
         fx.symbolic_trace(body)
     assert asked == [False, True, True, True]
     assert not ask()
+
+
+def test_what_the_compiled_function_holds_is_found_whether_it_is_read_or_not() -> None:
+    found: list[Tensor] = []
+
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        found.extend(torch_private.tensors_of_frame())
+        return graph.forward
+
+    module, unread, nested = nn.Linear(4, 4), torch.randn(3), torch.randn(2)
+
+    def step(x: Tensor, others: dict[str, list[Tensor]]) -> Tensor:
+        return x + 1
+
+    torch.compile(step, backend=backend)(unread, {"inside": [nested]})
+    assert [id(t) for t in found] == [id(unread), id(nested)]
+    found.clear()
+    torch.compile(module, backend=backend)(torch.randn(2, 4))
+    assert {id(p) for p in module.parameters()} <= {id(t) for t in found}
+    assert torch_private.tensors_of_frame() == []
+
+
+def test_what_dynamo_gives_up_is_told_with_its_backend_and_a_reason() -> None:
+    told: list[tuple[torch_private.CompiledFor, torch_private.GivenUp]] = []
+    watch = torch_private.GivenUpWatch(lambda compiled_for, given_up: told.append((compiled_for, given_up)))
+
+    def planned(graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        torch_private.note_planned()
+        return graph.forward
+
+    def unplanned(graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        return graph.forward
+
+    def broken(x: Tensor) -> Tensor:
+        y = x.sin()
+        torch._dynamo.graph_break()
+        return y.cos()
+
+    def looped(x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x.sin()
+            torch._dynamo.graph_break()
+        return x
+
+    for function, backend in ((broken, planned), (broken, unplanned), (looped, planned)):
+        torch.compiler.reset()
+        watch.start()
+        watch.start()
+        torch.compile(function, backend=backend, options={"one": 1})(torch.randn(2))
+    assert [(one.backend, one.settings, given_up.function) for one, given_up in told] == [
+        (unplanned, {"options": {"one": 1}}, "broken"),
+        (planned, {"options": {"one": 1}}, "looped"),
+    ]
+    assert all("graph_break" in given_up.reason and given_up.place.startswith("test_torch_private.py:") for _, given_up in told)
+
+
+def test_a_call_from_within_a_backward_is_seen() -> None:
+    seen = [torch_private.is_in_backward()]
+    x = torch.randn(2, requires_grad=True)
+    y = x.sin()
+    y.register_hook(lambda _: seen.append(torch_private.is_in_backward()))
+    y.sum().backward()  # type: ignore[no-untyped-call]
+    assert seen == [False, True]

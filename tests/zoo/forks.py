@@ -8,6 +8,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 
@@ -82,10 +83,8 @@ def _kill(one: Running) -> int:
             break
         time.sleep(0.05)
         ended, status = os.waitpid(one.process, os.WNOHANG)
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(one.process, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     if not ended:
         _, status = os.waitpid(one.process, 0)
     os.close(one.pipe)

@@ -221,7 +221,8 @@ def inputs_of(model: nn.Module, task: str) -> Inputs:
         channels = getattr(vision, "num_channels", 3)
         out["pixel_values"] = torch.randn(BATCH, channels if isinstance(channels, int) else 3, *size)
     if "input_features" in names:
-        audio = next((one for one in (config, *map(lambda name: getattr(config, name, None), AUDIO)) if hasattr(one, "num_mel_bins")), None)
+        parts = (config, *(getattr(config, name, None) for name in AUDIO))
+        audio = next((one for one in parts if hasattr(one, "num_mel_bins")), None)
         out["input_features"] = torch.randn(BATCH, getattr(audio, "num_mel_bins", 80), NUM_FRAMES)
     if "input_values" in names:
         out["input_values"] = torch.randn(BATCH, 2000)

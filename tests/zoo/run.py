@@ -1,4 +1,5 @@
-"""Train the zoo: python tests/zoo/run.py [--codegen eager|inductor] [--device cpu|cuda] [--rows FILE] [--shard 1/2] [-j 2] [--only NAME ...] [--fast]
+"""Train the zoo: python tests/zoo/run.py [--codegen eager|inductor] [--device cpu|cuda] [--rows FILE] [--shard 1/2] [-j 2]
+[--only NAME ...] [--fast] [--keep] [--seconds S]
 
 One line of JSON per model in FILE. What is there already, from the same sources and libraries, is not trained again, so that a run
 that was cut off goes on. Each model runs in a process of its own, forked from one that has imported everything. Exit status 1 if a model
@@ -64,9 +65,8 @@ def main() -> int:
     write_rows(path, rows)
     mine = [row for row in rows if row.name in chosen]
     bad = [row for row in mine if faults(row)]
-    print(
-        f"{len(mine)} models: {sum(bool(row.stock and row.stock.trains) for row in mine)} are trained by stock, {len(bad)} of these break a promise"
-    )
+    trained = sum(bool(row.stock and row.stock.trains) for row in mine)
+    print(f"{len(mine)} models: {trained} are trained by stock, {len(bad)} of these break a promise")
     return int(bool(bad))
 
 

@@ -1,4 +1,4 @@
-"""The model of each of timm's modules that the zoo trains: the one with the fewest parameters among those whose names say that they are small."""
+"""The model of each of timm's modules that the zoo trains: the one with the fewest parameters among those named as small."""
 
 FAMILIES = {
     "beit": "beit_base_patch16_224",

@@ -91,7 +91,7 @@ class Way:
 
 @dataclass(slots=True)
 class Row:
-    """One model. ``static_bytes``: parameters, buffers and inputs. ``eager``, ``stock`` and ``ways`` by budget: "free", "middle", "floor"."""
+    """One model. ``static_bytes``: parameters, buffers and inputs. ``ways`` by budget: "free", "middle", "floor"."""
 
     name: str
     device: str
@@ -250,8 +250,8 @@ def trained(run: Callable[..., Tensor], step: nn.Module, inputs: Inputs) -> Snap
 
 
 def largest_error(want: Snapshot, got: Snapshot) -> tuple[float, str]:
-    """The largest error of a tensor as a share of its largest entry, and that tensor's name; gradients that vanish are noise, measured against
-    a thousandth of the model's largest one."""
+    """The largest error of a tensor as a share of its largest entry, and that tensor's name; gradients that vanish are noise, measured
+    against a thousandth of the model's largest one."""
     gradients = [g for g in want.gradients.values() if g is not None and g.numel()]
     floor = 1e-3 * max((g.abs().max().item() for g in gradients), default=0.0)
     pairs: list[tuple[str, Tensor | None, Tensor | None, float]] = [("loss", want.loss, got.loss, 0.0)]
