@@ -16,18 +16,14 @@ LIBRARIES = ("transformers", "timm", "torchvision")
 FAST = (
     "transformers/llama",
     "transformers/bert",
-    "transformers/t5",
     "transformers/mixtral",
-    "transformers/mamba",
     "transformers/whisper",
     "transformers/vit",
     "transformers/wav2vec2",
     "timm/vision_transformer",
     "timm/resnet",
     "timm/convnext",
-    "timm/mobilenetv3",
     "torchvision/squeezenet1_1",
-    "torchvision/resnet18",
 )
 
 

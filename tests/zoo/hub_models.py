@@ -17,7 +17,7 @@ from torch import nn
 
 Inputs = dict[str, Any]
 
-BATCH, NUM_TOKENS, NUM_FRAMES = 4, 32, 64
+BATCH, NUM_TOKENS, NUM_FRAMES, NUM_SAMPLES = 4, 32, 64, 8000
 WIDTH, HEADS, HEAD_DIM, INNER, VOCABULARY, IMAGE, PATCH = 64, 4, 16, 128, 320, 64, 16
 MOST_LAYERS = 8
 MOST_PARAMETERS = 40_000_000
@@ -43,6 +43,18 @@ TASKS = (
     "PRETRAINING",
     "BACKBONE",
 )
+
+# What a field becomes that the default leaves open, and that some models cannot do without.
+WHERE_UNSAID = {
+    "vocab_size": VOCABULARY,
+    "head_dim": HEAD_DIM,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_key_value_heads": HEADS,
+    "mask_token_id": 4,
+    "pad_token_id": 1,
+}
 
 KEY_VALUE_HEADS = r"num_key_value_heads|num_kv_heads|n_head_kv|multi_query_group_num"
 
@@ -73,6 +85,7 @@ RULES: tuple[tuple[str, Any], ...] = (
         r"(max_position_embeddings|n_positions|max_source_positions|max_target_positions|max_seq_len|max_sequence_length)",
         lambda v: min(v, 128),
     ),
+    (r"window_size", lambda v: min(v, 4)),
     (r"image_size|input_size|resolution", lambda v: IMAGE),
     (r"(.*_)?patch_size", lambda v: min(v, PATCH)),
     (r"attention_window|sliding_window|.*chunk_size|attention_chunk_size|local_attention_window_size|block_size", lambda v: min(v, 16)),
@@ -95,8 +108,12 @@ def shrunk(defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 def _shrunk_field(name: str, value: Any, defaults: Mapping[str, Any]) -> Any:
     """What one field becomes; None: it stays."""
-    if isinstance(value, (bool, str)) or (value is None and name != "vocab_size"):
+    if value is None:
+        return WHERE_UNSAID.get(name)
+    if isinstance(value, (bool, str)):
         return None
+    if name == "attention_types":  # of GPT-Neo: kinds, and how often all of them
+        return [[value[0][0], 1]]
     if isinstance(value, Mapping):
         return _shrunk_mapping(name, value)
     if name.endswith(("token_id", "token_index")):
@@ -105,8 +122,6 @@ def _shrunk_field(name: str, value: Any, defaults: Mapping[str, Any]) -> Any:
         return small if isinstance(value, list) else small[0]
     if (rule := next((rule for pattern, rule in RULES if re.fullmatch(pattern, name)), None)) is None:
         return None
-    if name == "vocab_size" and value is None:
-        return VOCABULARY
     if re.fullmatch(KEY_VALUE_HEADS, name):
         return HEADS if value == defaults.get("num_attention_heads") else min(value, 2)
     if isinstance(value, int):
@@ -219,13 +234,22 @@ def inputs_of(model: nn.Module, task: str) -> Inputs:
         size = getattr(vision, "image_size", IMAGE)
         size = size if isinstance(size, (list, tuple)) else (size, size)
         channels = getattr(vision, "num_channels", 3)
-        out["pixel_values"] = torch.randn(BATCH, channels if isinstance(channels, int) else 3, *size)
+        frames = (config.num_frames,) if task == "VIDEO_CLASSIFICATION" else ()
+        out["pixel_values"] = torch.randn(BATCH, *frames, channels if isinstance(channels, int) else 3, *size)
     if "input_features" in names:
         parts = (config, *(getattr(config, name, None) for name in AUDIO))
         audio = next((one for one in parts if hasattr(one, "num_mel_bins")), None)
-        out["input_features"] = torch.randn(BATCH, getattr(audio, "num_mel_bins", 80), NUM_FRAMES)
+        if hasattr(config, "input_feat_per_channel"):
+            out["input_features"] = torch.randn(BATCH, NUM_FRAMES, config.input_feat_per_channel)
+        else:
+            out["input_features"] = torch.randn(BATCH, getattr(audio, "num_mel_bins", 80), NUM_FRAMES)
     if "input_values" in names:
-        out["input_values"] = torch.randn(BATCH, 2000)
-    if "labels" in names and "input_ids" in out and task in ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "SPEECH_SEQ_2_SEQ"):
+        out["input_values"] = torch.randn(BATCH, NUM_SAMPLES)
+    if (
+        "labels" in names
+        and "pixel_values" not in names
+        and "input_ids" in out
+        and task in ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "SPEECH_SEQ_2_SEQ")
+    ):
         out["labels"] = tokens
     return out

@@ -9,7 +9,7 @@ BUDGETS = ("free", "middle", "floor")
 
 def faults(row: Row) -> list[str]:
     """Every promise that a row breaks, empty if none; a model that stock torch does not train either breaks none by failing."""
-    if not _trains(row.eager) or not _trains(row.stock):
+    if not trains(row.eager) or not trains(row.stock):
         return []
     found = []
     for budget in BUDGETS:
@@ -41,5 +41,5 @@ def cut_share(row: Row) -> float | None:
     return (free.peak_bytes - floor.peak_bytes) / (free.peak_bytes - row.static_bytes)
 
 
-def _trains(way: Way | None) -> bool:
+def trains(way: Way | None) -> bool:
     return way is not None and way.trains
