@@ -10,7 +10,7 @@ FLOORS := compiler runtime passes kernels
 # The repository's root must not be importable: it would make `kernels` a top-level module (docs/decisions.md).
 export PYTHONSAFEPATH := 1
 
-.PHONY: install demo test test-all fuzz lint check-plans update-plans typing clean
+.PHONY: install vision demo test test-all fuzz zoo lint check-plans update-plans typing clean
 
 install: $(STAMP)
 
@@ -20,13 +20,20 @@ $(STAMP): pyproject.toml setup.py requirements-dev.txt $(wildcard passes/native/
 	$(BIN)/python -m pip install --disable-pip-version-check -c requirements-dev.txt --no-build-isolation -e '.[dev]'
 	touch $@
 
+# timm and torchvision for the zoo, in a folder of their own: where torch is a CPU build, transformers must not find torchvision.
+vision: $(VENV)/vision/installed
+
+$(VENV)/vision/installed: $(STAMP) tests/zoo/requirements.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $(VENV)/vision -r tests/zoo/requirements.txt
+	touch $@
+
 demo: install
 	$(BIN)/python bench/demo.py
 
-test: install
+test: install vision
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
-test-all: install
+test-all: install vision
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # Random programs against eager mode; stopped, it goes on where it was. FUZZ_STATE is a file, SHARD is "1/2" for the first of two halves.
@@ -35,6 +42,12 @@ SHARD ?= 1/1
 fuzz: install
 	$(BIN)/python tests/fuzz/run.py --level joint --programs 20000 --shard $(SHARD) --state $(FUZZ_STATE)
 	$(BIN)/python tests/fuzz/run.py --level compile --programs 1000 --shard $(SHARD) --state $(FUZZ_STATE)
+
+# One training step of every model of the zoo; stopped, it goes on where it was. ZOO is what to say beside, as "--codegen inductor --device cuda".
+ZOO ?=
+zoo: vision
+	PYTHONPATH=$(VENV)/vision $(BIN)/python tests/zoo/run.py $(ZOO)
+	$(BIN)/python tests/zoo/table.py -o docs/zoo.md
 
 lint: install typing
 	$(BIN)/ruff check .

@@ -19,7 +19,7 @@ FAST = (
     "transformers/mixtral",
     "transformers/whisper",
     "transformers/vit",
-    "transformers/wav2vec2",
+    "transformers/clip",
     "timm/vision_transformer",
     "timm/resnet",
     "timm/convnext",

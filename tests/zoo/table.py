@@ -33,13 +33,13 @@ def main() -> None:
         arguments.output.write_text(text)
 
 
-INTRODUCTION = """One training step of every model, in smallest configuration and with random weights, trained plainly, by stock torch and by
-dyngran: without a budget, at the least budget that is not refused, and halfway between. `keep_below` is 0, so that small values count too.
-Compared are the loss, every gradient, every buffer and the state of the random generator: "equal" is bit for bit (under `codegen="eager"`
-against stock's `aot_eager` where that differs from plain torch), "close" is within 0.2 % of a tensor's largest entry. "Runs again" counts
-operators at the floor; "transient cut" is the share of what the free step adds to parameters, buffers and inputs. Peaks are measured:
-allocation events on the CPU, the allocator's counter on a card. `make zoo` trains it, `python tests/zoo/table.py -o docs/zoo.md` makes this
-page.
+INTRODUCTION = """One training step of every model, in smallest configuration and with random weights, trained plainly, by stock torch
+and by dyngran: without a budget, at the least budget that is not refused, and halfway between. `keep_below` is 0: small values count
+too. Compared are the loss, every gradient, every buffer and the state of the random generator: "equal" is bit for bit (under
+`codegen="eager"` against stock's `aot_eager` where that differs from plain torch), "close" is within 0.2 % of a tensor's largest entry.
+"Runs again" counts operators at the floor; "transient cut" is the share of what the free step adds to parameters, buffers and inputs. Peaks
+are measured: allocation events on the CPU, the allocator's counter on a card. `make zoo` trains it;
+`python tests/zoo/table.py -o docs/zoo.md` makes this page.
 
 """
 

@@ -7,6 +7,7 @@ trained and what differed, and of each budget what was allowed, predicted and me
 from __future__ import annotations
 
 import gc
+import random
 import time
 import warnings
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from families import repeatable
 from measure import Snapshot, differences, held_tensors, measured_peak, snapshot, storage_bytes
@@ -245,6 +247,8 @@ def forward_backward(run: Callable[..., Tensor], inputs: Inputs) -> Tensor:
 
 
 def trained(run: Callable[..., Tensor], step: nn.Module, inputs: Inputs) -> Snapshot:
+    random.seed(7)
+    numpy.random.seed(7)  # masks of spectrograms, layers that are dropped
     torch.manual_seed(7)
     return snapshot(step, forward_backward(run, inputs))
 

@@ -1,0 +1,111 @@
+"""A part of the zoo in CI, and what a row that breaks a promise looks like."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from dyngran.compiler.planned_graph import PlannedGraph
+from dyngran.compiler.torch_private import Boxed
+from zoo.entries import FAST, make_of
+from zoo.forks import run_jobs
+from zoo.rows import encode, read_rows, write_rows
+from zoo.table import section
+from zoo.trial import Row, Trial, Way
+from zoo.verdict import BUDGETS, cut_share, faults, is_irreducible
+
+FOLDER = Path(__file__).resolve().parent
+VISION = FOLDER.parents[1] / ".venv" / "vision"  # timm and torchvision, by `make vision`: beside a CPU build transformers must not see them
+
+
+def good() -> Row:
+    row = Row("timm/one", "cpu", "eager", {"torch": "2.13"}, num_parameters=10, static_bytes=100, eager=Way("equal"), stock=Way("equal"))
+    row.ways["free"] = Way("equal", peak_bytes=500, num_recomputed=0)
+    row.ways["middle"] = Way("equal", budget_bytes=400, peak_bytes=390, num_recomputed=2)
+    row.ways["floor"] = Way("equal", budget_bytes=300, peak_bytes=300, num_recomputed=5)
+    return row
+
+
+def test_a_good_row_breaks_no_promise_and_survives_its_file(tmp_path: Path) -> None:
+    row = good()
+    assert faults(row) == []
+    assert cut_share(row) == 0.5 and not is_irreducible(row)
+    path = tmp_path / "rows.jsonl"
+    write_rows(path, [row])
+    with path.open("a") as file:
+        file.write(encode(replace(row, name="timm/two"))[:-20])  # a run that was cut off
+    assert read_rows(path) == [row]
+    assert "| timm/one | 10 | equal | equal | equal | equal | equal | 5 | 50% | 97.50%, 100.00% |" in section(read_rows(path))
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("status", ["differs", "refused", "fails"])
+def test_a_model_that_stock_trains_must_train(budget: str, status: str) -> None:
+    row = good()
+    row.ways[budget].status = status
+    assert len(faults(row)) == 1 and budget in faults(row)[0]
+    row.stock = Way("fails")
+    assert faults(row) == []
+
+
+def test_a_peak_above_its_budget_and_a_budget_that_was_not_tried_are_faults() -> None:
+    row = good()
+    row.ways["floor"].peak_bytes = 301
+    assert faults(row) == ["floor: measured 301 of 300 bytes"]
+    row = good()
+    del row.ways["middle"]
+    assert faults(row) == ["no budget was tried"]
+
+
+def test_a_model_of_which_nothing_is_recomputed_at_the_floor_is_named() -> None:
+    row = good()
+    row.ways["floor"].num_recomputed = 0
+    assert is_irreducible(row)
+    assert "irreducible" in section([row])
+
+
+def test_a_job_that_dies_hangs_or_answers_is_told_apart() -> None:
+    jobs = [("dies", lambda: os.kill(os.getpid(), 9)), ("hangs", lambda: __import__("time").sleep(60)), ("answers", lambda: "x" * 100_000)]
+    found = {name: (answer, why) for name, answer, why in run_jobs(jobs, num_processes=3, timeout_s=5)}
+    assert found == {"dies": (None, "killed by SIGKILL"), "hangs": (None, "not done after 5 s"), "answers": ("x" * 100_000, "")}
+
+
+def test_a_wrong_gradient_is_seen_by_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The zoo can fail: a backward that scales gradients, planted where dyngran's graphs are run."""
+    around = PlannedGraph._around
+
+    def planted(self: PlannedGraph, run: Boxed, is_backward: bool) -> Boxed:
+        def scaled(args: list[Any]) -> Any:
+            return [out * 1.5 if isinstance(out, Tensor) and out.ndim == 2 else out for out in run(args)]
+
+        return around(self, scaled if is_backward else run, is_backward)
+
+    monkeypatch.setattr(PlannedGraph, "_around", planted)
+    row = Trial(make_of("transformers/llama"), "cpu", "eager", Row("transformers/llama", "cpu", "eager", {})).run()
+    assert row.stock is not None and row.stock.status == "equal"
+    assert [row.ways[budget].status for budget in ("free", "floor")] == ["differs", "differs"]
+    assert len(faults(row)) == 2
+
+
+@pytest.mark.parametrize("shard", ["1/2", "2/2"])
+def test_the_fast_part_of_the_zoo_keeps_every_promise(shard: str, tmp_path: Path) -> None:
+    assert VISION.exists() or "CI" not in os.environ, "make vision installs timm and torchvision for this test"
+    path = tmp_path / "rows.jsonl"
+    command = [sys.executable, str(FOLDER / "run.py"), "--fast", "--shard", shard, "-j", "1", "--rows", str(path)]
+    paths = [str(VISION), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+    rows = read_rows(path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert len(rows) >= sum(VISION.exists() or name.startswith("transformers/") for name in FAST) // 2
+    for row in rows:
+        assert row.eager is not None and row.eager.trains, row.name
+        assert row.stock is not None and row.stock.trains, row.name
+        assert set(row.ways) == set(BUDGETS) and not faults(row), row.name
+    assert sum(not is_irreducible(row) for row in rows) > len(rows) // 2
