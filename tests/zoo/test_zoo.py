@@ -91,7 +91,7 @@ def test_a_wrong_gradient_is_seen_by_a_trial(monkeypatch: pytest.MonkeyPatch) ->
     row = Trial(make_of("transformers/llama"), "cpu", "eager", Row("transformers/llama", "cpu", "eager", {})).run()
     assert row.stock is not None and row.stock.status == "equal"
     assert [row.ways[budget].status for budget in ("free", "floor")] == ["differs", "differs"]
-    assert len(faults(row)) == 2
+    assert sum("differs" in fault for fault in faults(row)) == 2
 
 
 @pytest.mark.parametrize("shard", ["1/2", "2/2"])
