@@ -43,6 +43,9 @@ REPEAT_NOTE = (
     "this graph runs several times before its backward (a graph break in a loop, or several forwards per step): it is planned to save "
     "least, and the budget is checked for one run of it, not for all. Compile the whole step as one graph to have it kept."
 )
+HOOKS_NOTE = (
+    "saved-tensor hooks are active: what they make of what is saved is not planned, and may keep the peak above the prediction or below it"
+)
 REMARKED_SHARE = 0.01  # of the predicted transient: outputs that are not held as planned, and larger than that, are worth a remark
 WATCHED_CALLS = 6  # calls in which what is held is measured again: optimizer state and gradients appear during the first steps
 
@@ -445,10 +448,11 @@ class PlannedGraph:
             self.budget_bytes, held_bytes=self._held_bytes + self._reserve_bytes, tight=self._is_repeated or self.chain.continues(self)
         )
         self.notes[:] = [*self.notes, *strategy.notes_of(self.plan)]
-        if self.chain.continues(self):
-            self.notes.append(BREAK_NOTE)
-            if self.budget_bytes is not None:
-                log.warning(BREAK_NOTE)
+        outside = [BREAK_NOTE] * self.chain.continues(self) + [HOOKS_NOTE] * torch_private.are_saved_tensors_hooked()
+        self.notes.extend(outside)
+        if self.budget_bytes is not None:
+            for note in outside:
+                log.warning(note)
         self.observer.expect(self.device, static_bytes=self._held_bytes, peak_bytes=self.plan.peak_bytes)
         log.info(
             "planned %d ops: predicted peak %s%s, %d values saved, %d ops recomputed",

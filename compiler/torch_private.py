@@ -884,6 +884,11 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def are_saved_tensors_hooked() -> bool:
+    """True inside of `torch.autograd.graph.saved_tensors_hooks` (and `save_on_cpu`): what is saved goes through functions of the user's."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def is_nested() -> bool:
     """True if code that Dynamo has made is being run: what is compiled now is called by it, or goes on after it."""
     return any(True for _ in _compiled_frames())

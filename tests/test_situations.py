@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import logging
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -222,3 +224,14 @@ def test_a_checkpoint_repeats_a_call_by_the_plan_that_the_call_ran_by(budget_byt
             assert torch.allclose(parameter.grad, module.get_parameter(name).grad, atol=1e-6), name
     for graph in graphs_of(module):
         assert not any("several times" in note for note in graph.notes)
+
+
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_hooks_on_what_is_saved_are_said_to_be_outside_of_the_plan(is_hooked: bool, caplog: pytest.LogCaptureFixture) -> None:
+    module, x = layers(2), torch.randn(ROWS, WIDTH)
+    step = torch.compile(lambda x: module(x).square().mean(), backend="dyngran", options={**EAGER, "budget": 2**30})
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t) if is_hooked else contextlib.nullcontext()
+    with caplog.at_level(logging.WARNING, "dyngran"), hooks:
+        forward_backward(step, (x,))
+    assert any("saved-tensor hooks" in note for note in dyngran.explain(module).notes) is is_hooked
+    assert bool(caplog.records) is is_hooked

@@ -728,3 +728,10 @@ def test_a_call_from_within_a_backward_is_seen() -> None:
     y.register_hook(lambda _: seen.append(torch_private.is_in_backward()))
     y.sum().backward()  # type: ignore[no-untyped-call]
     assert seen == [False, True]
+
+
+def test_hooks_on_what_is_saved_are_seen() -> None:
+    assert not torch_private.are_saved_tensors_hooked()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        assert torch_private.are_saved_tensors_hooked()
+    assert not torch_private.are_saved_tensors_hooked()
