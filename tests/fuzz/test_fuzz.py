@@ -27,8 +27,8 @@ from torch import fx
 from verdict import Outcome, Verdict
 
 from dyngran.compiler import partition as partitioning
+from dyngran.compiler import planned_graph, torch_private
 from dyngran.compiler import prepare as preparing
-from dyngran.compiler import torch_private
 from dyngran.compiler.capture import Captured
 from dyngran.passes.plan import Schedule
 
@@ -161,7 +161,8 @@ def saved_value_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
             forward.recompile()
         return forward, backward
 
-    monkeypatch.setattr(partitioning, "partition", writing)
+    for module in (partitioning, planned_graph):
+        monkeypatch.setattr(module, "partition", writing)
 
 
 FAULTS = [other_masks, overwritten_inputs, lost_gradient, saved_value_written_over]
@@ -184,10 +185,10 @@ def is_wrong(program: Program) -> bool:
 
 
 def test_a_planted_fault_is_found_under_torch_compile() -> None:
-    program = Program(steps=(Step("write_buffer", k=1),))
+    program = Program(steps=(Step("lstm_cell"),))
     assert failed(compile_level.check(program)) == ""
     with pytest.MonkeyPatch.context() as patch:
-        overwritten_inputs(patch)
+        saved_value_written_over(patch)
         assert compile_level.check(program).outcome is Outcome.FAILED
 
 
