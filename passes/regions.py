@@ -123,8 +123,8 @@ def region_numbers(problem: Problem, boundaries: Sequence[int], crossings: Cross
     """Per op, the number of the region it belongs to; ops outside forward belong where what they read was made.
 
     What forward reads beyond the region after the one that makes it (masks, position tables, long skips) says nothing about where a
-    reader belongs, unless it reads nothing else; nor do states of the random generator, which belong to their readers. Forward ops that lead
-    to nothing but outputs (running statistics, which graphs update at their end) belong where what they read was made.
+    reader belongs, unless it reads nothing else; nor do states of the random generator, which belong to their readers. Forward ops
+    that lead to nothing but outputs (running statistics, which graphs update at their end) belong where what they read was made.
     """
     number: dict[int, int] = {}
     ends = iter(sorted(boundaries))
