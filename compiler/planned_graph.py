@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
@@ -102,6 +103,7 @@ class PlannedGraph:
         self._follow(inputs)
         self._rungs: dict[Situation, Rung] = {}
         self._ran_with: dict[tuple[int, ...], Rung] = {}  # the latest, by sizes
+        self._repeating = threading.local()  # backward runs in threads of its own
         self._num_calls = 0
         self._num_open = 0
         self._step_of_open = 0
@@ -140,16 +142,25 @@ class PlannedGraph:
             self._optimizers_seen, self._num_calls = num_optimizers_seen(), 0
         situation = self._situation(args)
         if torch_private.is_in_backward() and (again := self._ran_with.get(situation.sizes)) is not None:
-            return again.run(*args)  # a checkpoint's: it must save what the call saved that it repeats
+            return self._repeat(again, args)
         self._check_outputs()
         if self._notice_carried() or self._num_calls < WATCHED_CALLS:
             self._num_calls += 1
             self._look(args, self._serving(situation))
         rung = self._rungs.get(situation) or self._rung_for(situation, args)
-        self._ran_with[situation.sizes] = rung
+        if not torch_private.is_in_backward():  # else a checkpoint's first call with gradients, which repeats none of ours
+            self._ran_with[situation.sizes] = rung
         outputs = rung.run(*args)
         self._returned.watch(outputs, args)
         return outputs
+
+    def _repeat(self, rung: Rung, args: Sequence[Any]) -> Any:
+        """What a checkpoint calls again in backward: it must save what the call saved that it repeats, and is no run of its own."""
+        self._repeating.is_on = True
+        try:
+            return rung.run(*args)
+        finally:
+            self._repeating.is_on = False
 
     def _follow(self, args: Sequence[Any]) -> None:
         trainable = [] if self._probe is None else [args[self._probe]]
@@ -288,8 +299,8 @@ class PlannedGraph:
         observed = self.observer.around(run, is_backward)
 
         def counted(args: list[Any]) -> Any:
-            if not is_backward and torch_private.is_in_backward():
-                return run(args)  # a checkpoint's: the call that it repeats has been counted
+            if not is_backward and getattr(self._repeating, "is_on", False):
+                return run(args)
             results = observed(args)  # a forward may end the step before
             if self._step_of_open != self.observer.num_steps:  # forwards that never got a backward die with their step
                 self._step_of_open, self._num_open = self.observer.num_steps, 0

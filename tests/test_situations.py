@@ -235,3 +235,24 @@ def test_hooks_on_what_is_saved_are_said_to_be_outside_of_the_plan(is_hooked: bo
         forward_backward(step, (x,))
     assert any("saved-tensor hooks" in note for note in dyngran.explain(module).notes) is is_hooked
     assert bool(caplog.records) is is_hooked
+
+
+class Reentrant(Repeated):
+    """Its blocks only ever run with gradients from within a backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x.square().mean()
+
+
+def test_calls_that_a_reentrant_checkpoint_makes_are_planned_like_any() -> None:
+    """Their steps are observed and the first of them looked at, although all come from within a backward."""
+    module, x = Reentrant(), torch.randn(64, 32, requires_grad=True)
+    for block in module.blocks:
+        block.compile(backend="dyngran", options={"codegen": "eager", "keep_below": 0, "budget": 2**30})
+    for _ in range(3):
+        forward_backward(module, (x,))
+    graphs = graphs_of(module)
+    assert graphs
+    assert all(graph.observer.num_steps > 1 and graph._num_calls > 0 for graph in graphs)

@@ -39,9 +39,13 @@ def run_jobs(
             for one in list(running):
                 if one.pipe in ready and (part := os.read(one.pipe, 1 << 16)):
                     one.answer += part
-                elif one.pipe in ready or time.monotonic() > one.deadline:
+                elif one.pipe in ready:
                     running.remove(one)
-                    yield _ended(one, timeout_s)
+                    yield _ended(one)
+                elif time.monotonic() > one.deadline:
+                    running.remove(one)
+                    _kill(one)
+                    yield one.name, None, f"not done after {timeout_s:g} s"
     finally:
         for one in running:
             _kill(one)
@@ -54,7 +58,6 @@ def _start(name: str, job: Callable[[], str], timeout_s: float) -> Running:
         os.setsid()  # what it starts, compilers too, ends with it
         os.close(reading)
         try:
-            os.write(writing, b"")
             with os.fdopen(writing, "w") as pipe:
                 pipe.write(job())
         except BaseException:  # noqa: BLE001 - nothing may go on in the parent's code
@@ -65,27 +68,22 @@ def _start(name: str, job: Callable[[], str], timeout_s: float) -> Running:
     return Running(name, process, reading, time.monotonic() + timeout_s)
 
 
-def _ended(one: Running, timeout_s: float) -> tuple[str, str | None, str]:
-    is_late = time.monotonic() > one.deadline
-    status = _kill(one)
-    if one.answer and not is_late:
+def _ended(one: Running) -> tuple[str, str | None, str]:
+    """What a process said that has closed its pipe, and so is about to end or has ended."""
+    _, status = os.waitpid(one.process, 0)
+    _end_group(one)
+    if one.answer:
         return one.name, one.answer.decode(), ""
-    if is_late:
-        return one.name, None, f"not done after {timeout_s:g} s"
     return one.name, None, f"killed by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else "ended without an answer"
 
 
-def _kill(one: Running) -> int:
-    """Ends the process and all that it started; its status, if it had ended already its own."""
-    ended, status = os.waitpid(one.process, os.WNOHANG)
-    for _ in range(20):  # one that has closed its pipe is about to end
-        if ended or not one.answer:
-            break
-        time.sleep(0.05)
-        ended, status = os.waitpid(one.process, os.WNOHANG)
+def _kill(one: Running) -> None:
+    _end_group(one)
+    os.waitpid(one.process, 0)
+
+
+def _end_group(one: Running) -> None:
+    """Ends a process if it runs, and all that it started."""
     with suppress(ProcessLookupError):
         os.killpg(one.process, signal.SIGKILL)
-    if not ended:
-        _, status = os.waitpid(one.process, 0)
     os.close(one.pipe)
-    return status

@@ -10,7 +10,7 @@ import gc
 import random
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -227,7 +227,7 @@ class Trial:
 
 
 @contextmanager
-def clean() -> Any:
+def clean() -> Iterator[None]:
     """Nothing compiled before, and no garbage of an earlier way on the card."""
     torch.compiler.reset()
     gc.collect()
