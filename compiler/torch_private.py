@@ -229,7 +229,11 @@ def sample_random_state(node: fx.Node) -> torch.Tensor:
 
 def is_random(node: fx.Node) -> bool:
     """True if the op draws from a generator of torch."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    return _draws(node.target)
+
+
+def _draws(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def raise_getitems(module: fx.GraphModule) -> fx.GraphModule:
@@ -341,7 +345,13 @@ def compile_inductor(
             compiled.current_callable = around(tuned_within(compiled.current_callable, budget_bytes), is_backward)
         return compiled
 
-    patches = {**options, "custom_partitioner_fn": DyngranPartitioner(partition, uuid)}
+    def cut(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward = partition(*args, **kwargs)
+        for half in (forward, backward):
+            hold_layouts_of_draws(half)
+        return forward, backward
+
+    patches = {**options, "custom_partitioner_fn": DyngranPartitioner(cut, uuid)}
     # AOTAutograd's cache is looked up before the joint graph exists and would skip the partitioner: off for our graphs.
     # Inductor's own cache of generated code stays on; it is keyed by the two graphs and by the partitioner's uuid.
     # Backward is compiled at once too, so that its code can be accounted for before the first step.
@@ -532,6 +542,45 @@ def _keep_saved_tensors_intact() -> None:
         context.fw_metadata.bw_donated_idxs = []
 
 
+@functools.cache
+def _laid_out() -> torch._ops.OpOverload:
+    """``laid_out(x, strides)``: x in memory in the order of these strides; Inductor copies where it chose another order."""
+    from torch._inductor import ir
+    from torch._inductor.lowering import register_lowering
+
+    library = torch.library.Library("dyngran", "FRAGMENT")
+    library.define("laid_out(Tensor x, int[] strides) -> Tensor")
+    target: torch._ops.OpOverload = torch.ops.dyngran.laid_out.default
+    library.impl("laid_out", lambda x, _strides: x.clone(), "CompositeExplicitAutograd")  # which keeps strides: fake tensors have the trace's
+    register_lowering(target, type_promotion_kind=None)(
+        lambda x, strides: ir.ExternKernel.require_stride_order(x, ir.get_stride_order(strides))
+    )
+    _laid_out.__dict__["library"] = library  # what it defines lives as long
+    return target
+
+
+def hold_layouts_of_draws(module: fx.GraphModule) -> None:
+    """Make Inductor hand to random ops what they read as the graph lays it out, before AOTAutograd has seen what strides forward returns.
+
+    An op that is not fused (all of them under ``fallback_random``) draws in the order of memory, and Inductor lays out what lies between
+    kernels as it likes, in forward and in backward each for itself: a mask that runs again would be another one. Torch 2.13 holds plain
+    `native_dropout`, not one whose generator state is saved; 2.11 none.
+    """
+    save, again = random_state_operators()
+    for node in module.graph.nodes:
+        target = node.args[0] if node.target is save else node.args[1] if node.target is again else node.target
+        if not _draws(target) or "attention" in target._schema.name:  # fused attention draws by index
+            continue
+        for read in node.all_input_nodes:
+            value = read.meta.get("val")
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.dim() > 1:
+                with module.graph.inserting_before(node):
+                    laid = module.graph.call_function(_laid_out(), (read, [size_hint(stride) for stride in value.stride()]))
+                laid.meta["val"] = value
+                node.replace_input_with(read, laid)
+    module.recompile()
+
+
 class RandomOrder(CustomGraphPass):
     """A pass of Inductor's that holds random ops in the graph's order, as eager code draws from torch's generator.
 
@@ -553,12 +602,23 @@ class RandomOrder(CustomGraphPass):
         for user_pass in self._before:
             user_pass(graph)
         draws = [node for node in graph.nodes if node.users and (is_random(node) or node.target is run_and_save_rng_state)]
-        preserve_node_ordering(graph, {later: OrderedSet([earlier]) for earlier, later in pairwise(draws)})
+        preserve_node_ordering(graph, {later: OrderedSet([_tensor_of(earlier)]) for earlier, later in pairwise(draws)})
 
     def uuid(self) -> tuple[object, ...] | None:
         """None, which keeps the code out of Inductor's cache, if a pass of the user's has none."""
         inner = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self._before]
-        return None if None in inner else ("dyngran: random order", *inner)
+        return None if None in inner else ("dyngran: random order 2", *inner)
+
+
+def _tensor_of(node: fx.Node) -> fx.Node:
+    """The node, or one that takes a tensor out of the tuple that it gives, moved next to it: Inductor (2.11) waits for no tuple."""
+    if isinstance(node.meta.get("val"), torch.Tensor):
+        return node
+    for user in list(node.users):
+        if user.target is operator.getitem:
+            node.append(user)
+            return _tensor_of(user)
+    return node
 
 
 def _random_order_kept() -> contextlib.AbstractContextManager[None]:

@@ -15,6 +15,7 @@ import torch
 from families import FAMILIES
 from measure import forward_backward, held_tensors, measured_peak
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import dyngran
 from dyngran.compiler.strategy import Strategy
@@ -112,3 +113,27 @@ def test_strided_views_read_the_memory_of_the_trace(of_a_slice: bool, seed: int,
     want, _ = gradients_of(module, module, (x,))
     step = torch.compile(module, backend="dyngran", options={"budget": "20GiB", "keep_below": 0})
     assert wrong(gradients_of(step, module, (x,))[0], want) == {}
+
+
+class MasksOfTurnedValues(nn.Module):
+    """Dropout of what eager code lays out otherwise than Inductor would, and of a convolution's image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.conv = nn.Linear(8, 8), nn.Conv2d(3, 8, 3)
+
+    def forward(self, x: Tensor, image: Tensor) -> Tensor:
+        for _ in range(2):
+            turned = self.linear(x).permute(0, 2, 1).contiguous() * 2
+            x = (F.dropout(turned, 0.5).sin() * torch.arange(8.0)[None, :, None]).permute(0, 2, 1).tanh()
+        return x.sin().sum() + F.dropout(self.conv(image), 0.5).tanh().exp().square().mean()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_masks_are_drawn_in_the_order_of_the_trace_and_of_its_memory(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_plan(monkeypatch, seed)
+    torch.manual_seed(0)
+    module, inputs = MasksOfTurnedValues(), (torch.randn(16, 16, 8), torch.randn(4, 3, 16, 16))
+    want, _ = gradients_of(module, module, inputs)
+    step = torch.compile(module, backend="dyngran", options={"budget": "20GiB", "keep_below": 0, "fallback_random": True})
+    assert wrong(gradients_of(step, module, inputs)[0], want) == {}

@@ -481,6 +481,20 @@ def test_configuration_is_changed_for_one_block_only() -> None:
     assert config.enable_autograd_cache is before
 
 
+def test_inductor_hands_to_draws_what_the_trace_hands_them(seen: Seen) -> None:
+    module = torch_private.keep_copy(seen.joint)
+    torch_private.hold_layouts_of_draws(module)
+    (draw,) = (node for node in module.graph.nodes if torch_private.is_random(node))
+    (laid,) = draw.all_input_nodes
+    assert str(laid.target) == "dyngran.laid_out.default"
+    assert laid.args[1] == list(laid.args[0].meta["val"].stride())
+    assert laid.meta["val"] is laid.args[0].meta["val"]
+    assert len(module.graph.nodes) == len(seen.joint.graph.nodes) + 1
+    x = torch.randn(4, 8).t()
+    assert torch.equal(laid.target(x, [1, 8]), x)
+    assert laid.target(x, [1, 8]).stride() == (1, 8)
+
+
 def test_options_and_modes_of_inductor() -> None:
     names = torch_private.inductor_option_names()
     assert {"fallback_random", "max_autotune", "custom_partitioner_fn"} <= set(names)
