@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Container, Sequence
 from typing import Any, ClassVar, Protocol
 
@@ -138,22 +139,23 @@ class StepChain:
 
     def bytes_after(self, member: Any, held: Sequence[Any]) -> int:
         """Bytes that later graphs will hold while backward of this one runs: gradients (where no allocator counts them, also the
-        parameters themselves)."""
+        parameters themselves). Which parameters there are is asked of optimizers, and of the modules that are being called."""
         if not self.continues(member):
             return 0
+        earlier = self.members_before(member)
         own = {id(tensor) for tensor in held}
-        own.update(id(parameter) for earlier in self.members_before(member) for parameter in earlier.parameters())  # theirs come later
+        own.update(id(parameter) for one in earlier for parameter in one.parameters())  # theirs come later
         leaves = [t for t in held if isinstance(t, torch.nn.Parameter)]
-        later: dict[int, int] = {
-            id(p): p.numel() * p.element_size()
-            for optimizer in find_optimizers(leaves)
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.requires_grad and id(p) not in own
-        }
+        known = [p for optimizer in find_optimizers(leaves) for group in optimizer.param_groups for p in group["params"]]
+        names = [p for module in torch_private.modules_being_called()[-1:] for _, p in module.named_parameters(remove_duplicate=False)]
+        own.difference_update(name for name, times in Counter(map(id, names)).items() if times > 1)  # tied: a later graph may read it
+        later = [p for p in {id(p): p for p in (*known, *names)}.values() if p.requires_grad and id(p) not in own]
+        total_bytes: int = sum(p.numel() * p.element_size() for p in later)
         memory = device_memory(member.device)
-        times = 2 if memory.allocated_bytes is None and memory.held_bytes is None else 1
-        return times * sum(later.values())
+        if memory.allocated_bytes is None and memory.held_bytes is None:
+            counted = {storage for one in (*earlier, member) for storage in one.held}
+            total_bytes += sum(size for storage, size in storage_bytes(later, member.device).items() if storage not in counted)
+        return total_bytes
 
     def _position(self, member: Any) -> int:
         return next(i for i, ref in enumerate(self._members) if ref() is member)

@@ -275,10 +275,17 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     return run
 
 
+def _with_lenient_views(module: fx.GraphModule) -> fx.GraphModule:
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
+    return module
+
+
 def compile_eager(
     module: fx.GraphModule, inputs: Sequence[Any], *, partition: Partitioner, around: Callable[[Boxed, bool], Boxed]
 ) -> Callable[..., Any]:
-    """AOTAutograd without decompositions; both graphs run op by op as FX orders them.
+    """AOTAutograd without decompositions; both graphs run op by op as FX orders them, and a view copies where what it is of lies otherwise
+    than the trace thought (stock aot_eager raises: softplus_backward, in the gated delta rule of Qwen3-Next).
 
     ``around(run, is_backward)`` may wrap the boxed callable that runs a graph; inference graphs are not wrapped.
     """
@@ -286,7 +293,7 @@ def compile_eager(
     from torch._functorch import config as functorch_config
 
     def finish(is_backward: bool) -> Compiler:
-        return lambda gm, _inputs: around(boxed(gm), is_backward)
+        return lambda gm, _inputs: around(boxed(_with_lenient_views(gm)), is_backward)
 
     compiled = aot_autograd(
         fw_compiler=finish(False), bw_compiler=finish(True), inference_compiler=lambda gm, _inputs: boxed(gm), partition_fn=partition
@@ -548,14 +555,13 @@ def _laid_out() -> torch._ops.OpOverload:
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
 
-    library = torch.library.Library("dyngran", "FRAGMENT")
-    library.define("laid_out(Tensor x, int[] strides) -> Tensor")
+    def laid_out(x: torch.Tensor, strides: list[int]) -> torch.Tensor:
+        return x.clone()
+
+    torch.library.custom_op("dyngran::laid_out", laid_out, mutates_args=()).register_fake(laid_out)
     target: torch._ops.OpOverload = torch.ops.dyngran.laid_out.default
-    library.impl("laid_out", lambda x, _strides: x.clone(), "CompositeExplicitAutograd")  # which keeps strides: fake tensors have the trace's
-    register_lowering(target, type_promotion_kind=None)(
-        lambda x, strides: ir.ExternKernel.require_stride_order(x, ir.get_stride_order(strides))
-    )
-    _laid_out.__dict__["library"] = library  # what it defines lives as long
+    lower: Any = register_lowering(target, type_promotion_kind=None)
+    lower(lambda x, strides: ir.ExternKernel.require_stride_order(x, ir.get_stride_order(strides)))
     return target
 
 
@@ -860,6 +866,18 @@ def tensors_of_frame() -> list[torch.Tensor]:
     while frame is not None and not isinstance(frame.f_locals.get("self"), OutputGraph):
         frame = frame.f_back
     return [] if frame is None else list(_tensors_held(list(frame.f_locals["self"].local_scope.values()), MAX_NESTING))
+
+
+def modules_being_called() -> list[torch.nn.Module]:
+    """Modules whose methods this thread is in, innermost first."""
+    found: dict[int, torch.nn.Module] = {}
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.nn.Module):
+            found.setdefault(id(owner), owner)
+        frame = frame.f_back
+    return list(found.values())
 
 
 def _tensors_held(value: object, depth: int) -> Iterator[torch.Tensor]:

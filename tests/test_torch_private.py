@@ -701,6 +701,43 @@ def test_what_the_compiled_function_holds_is_found_whether_it_is_read_or_not() -
     assert torch_private.tensors_of_frame() == []
 
 
+def test_modules_that_are_being_called_are_told_from_the_inside_out() -> None:
+    seen: list[nn.Module] = []
+
+    class Inner(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.extend(torch_private.modules_being_called())
+            return x
+
+    model = nn.Sequential(Inner())
+    model(torch.zeros(1))
+    assert seen == [model[0], model]
+    assert torch_private.modules_being_called() == []
+
+
+class Gate(nn.Module):
+    """Backward of softplus lies otherwise than torch's trace thinks when its gradient comes turned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bias = nn.Linear(8, 4), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = F.softplus(self.linear(x) + self.bias).transpose(1, 2)
+        return (gate.contiguous() * torch.arange(16.0)).cumsum(-1).mul(0.1).sin().sum()
+
+
+def test_a_view_copies_where_memory_lies_otherwise_than_the_trace_thought() -> None:
+    torch.manual_seed(0)
+    model, x = Gate(), torch.randn(2, 16, 8)
+    model(x).backward()
+    want = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    Seen(model, x).out.backward()
+    for parameter, gradient in zip(model.parameters(), want, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
 def test_what_dynamo_gives_up_is_told_with_its_backend_and_a_reason() -> None:
     told: list[tuple[torch_private.CompiledFor, torch_private.GivenUp]] = []
     watch = torch_private.GivenUpWatch(lambda compiled_for, given_up: told.append((compiled_for, given_up)))

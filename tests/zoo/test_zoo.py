@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from dyngran.compiler.planned_graph import PlannedGraph
@@ -19,8 +20,8 @@ from zoo.entries import FAST, make_of
 from zoo.forks import run_jobs
 from zoo.rows import encode, read_rows, write_rows
 from zoo.table import section
-from zoo.trial import Row, Trial, Way
-from zoo.verdict import BUDGETS, cut_share, faults, is_irreducible
+from zoo.trial import Row, Trial, Way, said_not_planned
+from zoo.verdict import BUDGETS, cut_share, faults, is_irreducible, uncovered
 
 FOLDER = Path(__file__).resolve().parent
 VISION = FOLDER.parents[1] / ".venv" / "vision"  # timm and torchvision, by `make vision`: beside a CPU build transformers must not see them
@@ -63,6 +64,28 @@ def test_a_peak_above_its_budget_and_a_budget_that_was_not_tried_are_faults() ->
     row = good()
     del row.ways["middle"]
     assert faults(row) == ["no budget was tried"]
+
+
+def test_a_peak_above_its_budget_that_was_foretold_is_listed() -> None:
+    row = good()
+    row.ways["floor"].peak_bytes = 301
+    row.ways["floor"].not_planned = ["forward (model.py:3)"]
+    assert faults(row) == []
+    assert uncovered(row) == ["floor: measured 301 of 300 bytes; not planned, and said so: forward (model.py:3)"]
+    assert "- timm/one: floor: measured 301" in section([row])
+
+
+def test_what_is_said_not_to_be_planned_is_heard() -> None:
+    def step(x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x.sin()
+            torch._dynamo.graph_break()
+        return x.sum()
+
+    torch._dynamo.reset()
+    with said_not_planned() as heard:
+        torch.compile(step, backend="dyngran", options={"budget": "1GiB"})(torch.ones(2, requires_grad=True)).backward()
+    assert len(heard) == 1 and heard[0].startswith("step (test_zoo.py:")
 
 
 def test_a_model_of_which_nothing_is_recomputed_at_the_floor_is_named() -> None:

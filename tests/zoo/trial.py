@@ -7,7 +7,9 @@ trained and what differed, and of each budget what was allowed, predicted and me
 from __future__ import annotations
 
 import gc
+import logging
 import random
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,7 +32,7 @@ Make = Callable[[], tuple[nn.Module, Inputs]]
 TOLERANCE = (
     2e-3  # of the largest entry of a tensor: what stock's own fusions may change in fp32; also what tells noise from a wrong gradient
 )
-MOST_REFUSALS = 8  # a step of several graphs may be refused by one after the other
+MOST_REFUSALS = 40  # a step of several graphs may be refused by one after the other
 
 
 class Step(nn.Module):
@@ -68,7 +70,8 @@ class Way:
         detail: what differed or failed. error: largest error of a tensor, as a share of its largest entry (of the largest gradient, for
             a gradient that is zero in mathematics).
         budget_bytes, predicted_bytes, peak_bytes: what was allowed, predicted and measured. num_recomputed: operators that run again.
-        num_graphs: compiled graphs of the step that were planned. is_within: measured within the budget.
+        num_graphs: compiled graphs of the step that were planned. not_planned: functions of which dyngran said that torch made no graph
+            and the budget does not cover them. is_within: measured within the budget.
     """
 
     status: str
@@ -80,6 +83,7 @@ class Way:
     num_recomputed: int | None = None
     num_graphs: int | None = None
     notes: list[str] = field(default_factory=list)
+    not_planned: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
@@ -120,6 +124,8 @@ class Trial:
     def run(self) -> Row:
         with repeatable(self.device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            if self.device == "cuda":
+                fill_workspaces()
             self.row.eager = self._eager()
             if self.row.eager.trains:
                 self.row.stock = self._stock()
@@ -182,10 +188,11 @@ class Trial:
         if self.codegen == "inductor":
             options["fallback_random"] = True
         try:
-            with clean():
+            with clean(), said_not_planned() as not_planned:
                 step, inputs = self._fresh()
                 run = torch.compile(step, backend="dyngran", options=options)
                 way = self._judged(trained(run, step, inputs), started)
+                way.not_planned = not_planned
                 report = dyngran.explain(step)
                 way.budget_bytes, way.predicted_bytes = budget_bytes, report.predicted_peak_bytes
                 way.num_recomputed = sum(plan.num_recomputed for plan in report.plans)
@@ -201,13 +208,14 @@ class Trial:
         return way
 
     def _judged(self, got: Snapshot, started: float) -> Way:
-        """``got`` beside the plain step, and beside stock's where that has run: equal to either is equal."""
+        """``got`` beside the plain step, and beside stock's where that has run: equal or close to either is enough."""
         assert self._want is not None
         seconds = time.perf_counter() - started
         error, where = largest_error(self._want, got)
         unequal = differences(self._want, got)
         if unequal and self._unplanned is not None and self._unplanned is not got:
             unequal = differences(self._unplanned, got)
+            error, where = min((error, where), largest_error(self._unplanned, got))
         if not torch.equal(self._want.rng_state, got.rng_state):
             return Way("differs", "state of the random generator", error, seconds=seconds)
         if not unequal:
@@ -226,6 +234,26 @@ class Trial:
         return step, step, inputs
 
 
+class _AddmmInBackward(torch.autograd.Function):
+    """Of a square matrix; its backward's thread multiplies too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.addmm(x[0], x, x)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return torch.addmm(x[0], x, tangents[0])
+
+
+def fill_workspaces() -> None:
+    """Have the libraries of a card take what they keep for each thread: cuBLASLt takes 1 MiB for backward's where an addmm runs again
+    there, and a budget found before that would be that much too small after."""
+    _AddmmInBackward.apply(torch.ones(64, 64, device="cuda", requires_grad=True)).sum().backward()  # type: ignore[no-untyped-call]
+
+
 @contextmanager
 def clean() -> Iterator[None]:
     """Nothing compiled before, and no garbage of an earlier way on the card."""
@@ -233,6 +261,25 @@ def clean() -> Iterator[None]:
     gc.collect()
     yield
     torch.compiler.reset()
+
+
+@contextmanager
+def said_not_planned() -> Iterator[list[str]]:
+    """The functions, with file and line, of which dyngran says here that they are not planned."""
+    found: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said = re.match(r"torch made no graph to plan of (.+?): ", record.getMessage())
+            if said is not None:
+                found.append(said[1])
+
+    listener, log = Listener(), logging.getLogger("dyngran")
+    log.addHandler(listener)
+    try:
+        yield found
+    finally:
+        log.removeHandler(listener)
 
 
 def failed(error: BaseException, started: float) -> Way:
