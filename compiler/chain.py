@@ -29,6 +29,7 @@ class Member(Protocol):
     chain: StepChain
     frame_id: int | None
     held: dict[int, int]
+    runs_in_forward: int
 
     def parameters(self) -> list[torch.nn.Parameter]: ...
     def saved_outputs(self) -> dict[int, int]: ...
@@ -117,14 +118,23 @@ class StepChain:
         """Those that run before ``member``."""
         return [one for ref in self._members[: self._position(member)] if (one := ref()) is not None]
 
+    def note_run(self, member: Any) -> None:
+        """``member`` runs: forward begins with the first."""
+        if self._position(member) == 0:
+            for one in self.members():
+                one.runs_in_forward = 0
+        member.runs_in_forward += 1
+
     def bytes_before(self, member: Any, inputs: Sequence[Any]) -> int:
-        """Bytes that earlier graphs and the function that ``member`` is of hold while it runs, without its ``inputs``. Where an allocator
-        counts them already: 0."""
+        """Bytes that earlier graphs, earlier runs of this one in the same forward and the function that ``member`` is of hold while it
+        runs, without its ``inputs``. Where an allocator counts them already: 0."""
         memory = device_memory(member.device)
         if memory.allocated_bytes is not None:
             return 0
         earlier = self.members_before(member)
-        total_bytes: int = sum(one.plan.saved_bytes for one in earlier if one.plan is not None)
+        total_bytes: int = sum(one.plan.saved_bytes * max(1, one.runs_in_forward) for one in earlier if one.plan is not None)
+        if earlier and member.plan is not None:
+            total_bytes += member.plan.saved_bytes * member.runs_in_forward
         if memory.held_bytes is not None:  # each graph counts what all of them hold
             return total_bytes
         counted = storage_bytes(inputs, member.device)

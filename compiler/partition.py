@@ -114,9 +114,11 @@ def _inputs_of_backward(captured: Captured, joint: fx.GraphModule, crossing: Ite
 
 
 def _keep_only(module: fx.GraphModule, names: Collection[str]) -> None:
-    """Extraction leaves what it takes for an effect, random draws among it, on either side: each side keeps its own."""
+    """Extraction leaves what it takes for an effect, random draws among it, on either side: each side keeps its own, and scalars that it
+    computes from saved sizes (a comparison cannot be saved)."""
     drop_unread(module.graph, is_needed=lambda node: node.name in names)
-    astray = [node.name for node in module.graph.nodes if node.op == "call_function" and node.name not in names]
+    calls = (node for node in module.graph.nodes if node.op == "call_function" and not torch_private.is_sym_node(node))
+    astray = [node.name for node in calls if node.name not in names]
     if astray:
         raise GraphBroken(f"{astray[0]} belongs to the other side of the schedule, and something on this side reads it")
 

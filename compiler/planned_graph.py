@@ -67,7 +67,8 @@ class PlannedGraph:
         plan: the plan in force, None for graphs without backward and before compilation.
         strategy: problem, planner and simulator behind it.
         is_offline: the graph is planned and never generated (`OfflineGraph`).
-        num_runs: how often it ran in the step that was traced; 1 where that is not counted.
+        num_runs: how often it ran in the step that was traced; 1 where that is not counted. runs_in_forward: since the step's
+            first graph ran.
         graph_break: (reason, "file.py:12") of the break that follows this graph, if one does.
         frame_id: Dynamo's number of the code that the graph is of. held: storages of what the graph was called with, when that was looked
             at, at first with what its function held: bytes by identity.
@@ -76,6 +77,7 @@ class PlannedGraph:
 
     is_offline = False
     num_runs = 1
+    runs_in_forward = 0
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> None:
         self.options = options
@@ -301,6 +303,8 @@ class PlannedGraph:
         def counted(args: list[Any]) -> Any:
             if not is_backward and getattr(self._repeating, "is_on", False):
                 return run(args)
+            if not is_backward:
+                self.chain.note_run(self)
             results = observed(args)  # a forward may end the step before
             if self._step_of_open != self.observer.num_steps:  # forwards that never got a backward die with their step
                 self._step_of_open, self._num_open = self.observer.num_steps, 0

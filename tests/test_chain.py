@@ -108,27 +108,59 @@ class Tied(nn.Module):
         torch._dynamo.graph_break()
         x = torch.tanh(self.tower(x))
         torch._dynamo.graph_break()
-        return torch.relu(self.head(x[:4])).sum()
+        return torch.relu(self.head(x[:4]))
+
+
+def at_the_floor(make: Callable[[], nn.Module], ids: Tensor) -> tuple[int, int, Any]:
+    """The measured peak at the least budget that no graph refuses, that budget, and the compiled model, which has no optimizer."""
+    least_bytes = 1
+    while True:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = make()
+        step = compiled(model, least_bytes)
+
+        def run(step: Any = step) -> None:
+            step(ids).sum().backward()
+
+        try:
+            for _ in range(2):
+                run()
+                model.zero_grad()
+        except BudgetTooSmall as refusal:
+            least_bytes = refusal.least_peak_bytes or 0
+        else:
+            return measured_peak(run, [*model.parameters(), ids]), least_bytes, step
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_of_later_graphs_are_foreseen_without_an_optimizer(tied: bool) -> None:
     """Backward of the layers runs beside the gradient of the head, and the head is compiled after them."""
-    least_bytes, peak_bytes, ids = 1, 0, torch.randint(0, 1024, (ROWS,))
-    while not peak_bytes:
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = Tied(tied=tied)
-        step = compiled(model, least_bytes)
-        try:
-            for _ in range(2):
-                model.zero_grad()
-                step(ids).backward()
-            model.zero_grad()
-            peak_bytes = measured_peak(lambda: step(ids).backward(), [*model.parameters(), ids])  # noqa: B023
-        except BudgetTooSmall as refusal:
-            least_bytes = refusal.least_peak_bytes or 0
+    peak_bytes, least_bytes, step = at_the_floor(lambda: Tied(tied=tied), torch.randint(0, 1024, (ROWS,)))
     assert peak_bytes <= dyngran.explain(step).predicted_peak_bytes <= least_bytes
+
+
+class Looped(nn.Module):
+    """Blocks in a loop that Dynamo gives up, so that one graph runs for each, between a stem and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.stem, self.head = nn.Embedding(8, WIDTH), Tower(1), Tower(2)
+        self.blocks = nn.ModuleList(Tower(3) for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.stem(self.table(ids))
+        for block in self.blocks:
+            x = block(x)
+            torch._dynamo.graph_break()
+        return self.head(x)
+
+
+def test_graphs_that_run_once_for_each_block_hold_what_every_run_saved() -> None:
+    ids = torch.randint(0, 8, (ROWS,))
+    peak_bytes, least_bytes, step = at_the_floor(Looped, ids)
+    assert max(graph.runs_in_forward for graph in graphs_of(step)) >= 3
+    assert peak_bytes <= least_bytes
 
 
 def test_a_function_that_only_passes_on_what_it_calls_is_followed_by_nothing() -> None:

@@ -313,6 +313,38 @@ def test_a_random_op_may_run_any_number_of_times(monkeypatch: pytest.MonkeyPatch
     assert runs[0] == 2 and runs[1] >= 2
 
 
+class Picked(nn.Module):
+    """How many rows go on is in the data, and asserted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.nonzero(x.detach().sum(1) > 0).squeeze(1)
+        return self.second(torch.tanh(F.gelu(self.first(x[rows])))).square().sum()
+
+
+def test_what_asserts_a_size_may_run_again_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison that it reads can be no saved value, and is made again from the size."""
+
+    def write(captured: Captured) -> Schedule:
+        problem = captured.problem
+        forward, backward = written_out(problem, save_all(captured))
+        asserts = [op.index for op in problem.ops if op.name.startswith("_assert_scalar")]
+        assert asserts
+        return Schedule(tuple(forward), (*asserts, *backward))
+
+    torch.manual_seed(0)
+    module, x = Picked(), torch.randn(40, 16)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        want = snapshot(module, forward_backward(cut(module, save_all).step, (x,)))
+        module.zero_grad()
+        made = cut_with(monkeypatch, module, write)[0]
+        assert differences(want, snapshot(module, forward_backward(made.step, (x,)))) == []
+    assert any("_assert_scalar" in node.name for node in made.backward.graph.nodes)
+
+
 class Sized(nn.Module):
     """Sizes are symbols, and one is read off a tensor's data."""
 

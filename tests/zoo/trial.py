@@ -167,20 +167,19 @@ class Trial:
         free = self.row.ways["free"] = self._planned(None)
         if free.peak_bytes is None:
             return
-        least_bytes, floor = self._floor()
-        self.row.ways["floor"] = floor
-        if least_bytes is not None:
-            self.row.ways["middle"] = self._planned((max(free.peak_bytes, least_bytes) + least_bytes) // 2)
+        floor = self.row.ways["floor"] = self._least_from(1)
+        if floor.trains and (least_bytes := floor.budget_bytes or 0) > 1:
+            self.row.ways["middle"] = self._least_from((max(free.peak_bytes, least_bytes) + least_bytes) // 2)
 
-    def _floor(self) -> tuple[int | None, Way]:
-        """The least budget that is not refused: what a refusal names must train."""
-        budget_bytes = 1
+    def _least_from(self, budget_bytes: int) -> Way:
+        """At the least budget from ``budget_bytes`` on that is not refused: what a refusal names must train. With several graphs even a
+        budget between two that train can be refused (README, known limits)."""
         for _ in range(MOST_REFUSALS):
             way = self._planned(budget_bytes)
             if way.status != "refused" or way.budget_bytes is None:
-                return (budget_bytes if way.trains and budget_bytes > 1 else None), way
+                return way
             budget_bytes = way.budget_bytes
-        return None, way
+        return way
 
     def _planned(self, budget_bytes: int | None) -> Way:
         started = time.perf_counter()
