@@ -38,6 +38,10 @@ MUST_SAVE = CheckpointPolicy.MUST_SAVE
 _tracing_threads: set[int] = set()
 _planned_compilations: set[str] = set()
 
+LAID_OUT_AS_OPERANDS: dict[object, Callable[..., Any]] = {
+    torch.ops.aten.native_dropout_backward.default: lambda gradient, mask, _scale: gradient * mask,
+    torch.ops.aten.softplus_backward.default: lambda gradient, x, *_: gradient * x,
+}
 RESUME_NAMES = ("__resume_at", "torch_dynamo_resume_in")
 LEAVING = ("RETURN", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE")  # opcodes after which the next is not run
 MAX_NESTING = 8  # of containers in a function's variables
@@ -258,6 +262,38 @@ def data_dependent_symbols(value: Any) -> dict[Any, Any]:
         for symbol in size.node.expr.free_symbols
         if symbol not in size.node.shape_env.backed_var_to_val
     }
+
+
+def correct_strides(graph: fx.Graph) -> None:
+    """Give values on the CPU the strides that kernels give them where torch's fake kernels think of others, and what is computed from those.
+
+    `native_dropout_backward` and `softplus_backward` (torch 2.11 to 2.13) are traced as contiguous; the CPU's kernels lay their results out
+    as their operands. What is read otherwise than planned is copied inside of operators, and gradients when they are accumulated.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    changed: set[fx.Node] = set()
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        target = node.target
+        if not isinstance(value, FakeTensor) or not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+            continue
+        if value.device.type != "cpu":
+            continue
+        is_right = target not in LAID_OUT_AS_OPERANDS and not changed.intersection(node.all_input_nodes)
+        if is_right or data_dependent_symbols(value):
+            continue
+        run = LAID_OUT_AS_OPERANDS.get(target, torch.ops.aten.reshape.default if target is torch.ops.aten.view.default else target)
+        with value.fake_mode:
+            found = run(*fx.node.map_arg(node.args, _value_of), **fx.node.map_arg(node.kwargs, _value_of))
+        strides = [tuple(size_hint(stride) for stride in one.stride()) for one in (value, found)]
+        if strides[0] != strides[1] or target.is_view:
+            node.meta["val"] = found
+            changed.add(node)
+
+
+def _value_of(node: fx.Node) -> Any:
+    return node.meta["val"]
 
 
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:

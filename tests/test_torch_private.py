@@ -738,6 +738,42 @@ def test_a_view_copies_where_memory_lies_otherwise_than_the_trace_thought() -> N
         torch.testing.assert_close(parameter.grad, gradient)
 
 
+class Turned(nn.Module):
+    """Dropout of a turned value that is turned back: its backward lies as the mask does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.linear(x).transpose(1, 2), 0.5).transpose(1, 2).sin().square().sum()
+
+
+@pytest.mark.parametrize("make", [Gate, Turned])
+def test_strides_are_what_kernels_make_them(make: Callable[[], nn.Module]) -> None:
+    joint = torch_private.keep_copy(Seen(make(), torch.randn(2, 16, 8)).joint)
+    wrong: list[str] = []
+
+    class Compared(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            result = super().run_node(n)
+            if isinstance(result, Tensor) and result.stride() != n.meta["val"].stride():
+                wrong.append(n.name)
+            return result
+
+    def strays() -> list[str]:
+        wrong.clear()
+        for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+            node.target = torch.ops.aten.reshape.default
+        values = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
+        Compared(joint).run(*(torch.randn(v.shape).as_strided(v.shape, v.stride()) for v in values), enable_io_processing=False)
+        return list(wrong)
+
+    assert strays()
+    torch_private.correct_strides(joint.graph)
+    assert strays() == []
+
+
 def test_what_dynamo_gives_up_is_told_with_its_backend_and_a_reason() -> None:
     told: list[tuple[torch_private.CompiledFor, torch_private.GivenUp]] = []
     watch = torch_private.GivenUpWatch(lambda compiled_for, given_up: told.append((compiled_for, given_up)))
