@@ -265,7 +265,7 @@ def data_dependent_symbols(value: Any) -> dict[Any, Any]:
 
 
 def correct_strides(graph: fx.Graph) -> None:
-    """Give values on the CPU the strides that kernels give them where torch's fake kernels think of others, and what is computed from those.
+    """Give values on the CPU the strides that kernels make where torch's fake kernels think of others, and what is computed from those.
 
     `native_dropout_backward` and `softplus_backward` (torch 2.11 to 2.13) are traced as contiguous; the CPU's kernels lay their results out
     as their operands. What is read otherwise than planned is copied inside of operators, and gradients when they are accumulated.
