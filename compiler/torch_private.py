@@ -42,6 +42,7 @@ LAID_OUT_AS_OPERANDS: dict[object, Callable[..., Any]] = {
     torch.ops.aten.native_dropout_backward.default: lambda gradient, mask, _scale: gradient * mask,
     torch.ops.aten.softplus_backward.default: lambda gradient, x, *_: gradient * x,
 }
+VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 RESUME_NAMES = ("__resume_at", "torch_dynamo_resume_in")
 LEAVING = ("RETURN", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE")  # opcodes after which the next is not run
 MAX_NESTING = 8  # of containers in a function's variables
@@ -270,30 +271,34 @@ def correct_strides(graph: fx.Graph) -> None:
     `native_dropout_backward` and `softplus_backward` (torch 2.11 to 2.13) are traced as contiguous; the CPU's kernels lay their results out
     as their operands. What is read otherwise than planned is copied inside of operators, and gradients when they are accumulated.
     """
-    from torch._subclasses.fake_tensor import FakeTensor
-
     changed: set[fx.Node] = set()
     for node in graph.nodes:
-        value = node.meta.get("val")
-        target = node.target
-        if not isinstance(value, FakeTensor) or not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        if node.target not in LAID_OUT_AS_OPERANDS and not changed.intersection(node.all_input_nodes):
             continue
-        if value.device.type != "cpu":
+        found = _traced_again(node)
+        if found is None:
             continue
-        is_right = target not in LAID_OUT_AS_OPERANDS and not changed.intersection(node.all_input_nodes)
-        if is_right or data_dependent_symbols(value):
-            continue
-        run = LAID_OUT_AS_OPERANDS.get(target, torch.ops.aten.reshape.default if target is torch.ops.aten.view.default else target)
-        with value.fake_mode:
-            found = run(*fx.node.map_arg(node.args, _value_of), **fx.node.map_arg(node.kwargs, _value_of))
-        strides = [tuple(size_hint(stride) for stride in one.stride()) for one in (value, found)]
-        if strides[0] != strides[1] or target.is_view:
+        strides = [tuple(size_hint(stride) for stride in one.stride()) for one in (node.meta["val"], found)]
+        if strides[0] != strides[1] or getattr(node.target, "is_view", False):
             node.meta["val"] = found
             changed.add(node)
 
 
-def _value_of(node: fx.Node) -> Any:
-    return node.meta["val"]
+def _traced_again(node: fx.Node) -> torch.Tensor | None:
+    """The fake tensor that an operator on the CPU gives for the values that its operands have now; None where that cannot be told."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    value, target = node.meta.get("val"), node.target
+    if not isinstance(value, FakeTensor) or not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return None
+    if value.device.type != "cpu" or data_dependent_symbols(value) or any("val" not in read.meta for read in node.all_input_nodes):
+        return None
+    args: Any = fx.node.map_arg(node.args, lambda read: read.meta["val"])
+    kwargs: Any = fx.node.map_arg(node.kwargs, lambda read: read.meta["val"])
+    run = LAID_OUT_AS_OPERANDS.get(target, torch.ops.aten.reshape.default if target in VIEWS else target)
+    with value.fake_mode:
+        found: torch.Tensor = run(*args, **kwargs)
+    return found
 
 
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
@@ -312,8 +317,9 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 def _with_lenient_views(module: fx.GraphModule) -> fx.GraphModule:
-    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-        node.target = torch.ops.aten.reshape.default
+    for target in VIEWS:
+        for node in module.graph.find_nodes(op="call_function", target=target):
+            node.target = torch.ops.aten.reshape.default
     return module
 
 
