@@ -7,7 +7,6 @@ trained and what differed, and of each budget what was allowed, predicted and me
 from __future__ import annotations
 
 import gc
-import logging
 import random
 import re
 import time
@@ -24,6 +23,7 @@ from measure import Snapshot, differences, held_tensors, measured_peak, snapshot
 from torch import Tensor, nn
 
 import dyngran
+from dyngran.compiler import given_up
 from dyngran.errors import BudgetTooSmall
 
 Inputs = dict[str, Any]
@@ -187,11 +187,11 @@ class Trial:
         if self.codegen == "inductor":
             options["fallback_random"] = True
         try:
-            with clean(), said_not_planned() as not_planned:
+            with clean():
                 step, inputs = self._fresh()
                 run = torch.compile(step, backend="dyngran", options=options)
                 way = self._judged(trained(run, step, inputs), started)
-                way.not_planned = not_planned
+                way.not_planned = said_not_planned()
                 report = dyngran.explain(step)
                 way.budget_bytes, way.predicted_bytes = budget_bytes, report.predicted_peak_bytes
                 way.num_recomputed = sum(plan.num_recomputed for plan in report.plans)
@@ -262,23 +262,10 @@ def clean() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@contextmanager
-def said_not_planned() -> Iterator[list[str]]:
-    """The functions, with file and line, of which dyngran says here that they are not planned."""
-    found: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said = re.match(r"torch made no graph to plan of (.+?): ", record.getMessage())
-            if said is not None:
-                found.append(said[1])
-
-    listener, log = Listener(), logging.getLogger("dyngran")
-    log.addHandler(listener)
-    try:
-        yield found
-    finally:
-        log.removeHandler(listener)
+def said_not_planned() -> list[str]:
+    """The functions, with file and line, of which dyngran has said in this process that torch made no graph of them. It says so once."""
+    found = (re.match(r"torch made no graph to plan of (.+?): ", sentence) for sentence in given_up.told())
+    return [said[1] for said in found if said is not None]
 
 
 def failed(error: BaseException, started: float) -> Way:
