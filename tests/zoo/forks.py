@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
+OUT_OF_TIME = "not done after"
+
 
 @dataclass(slots=True)
 class Running:
@@ -45,7 +47,7 @@ def run_jobs(
                 elif time.monotonic() > one.deadline:
                     running.remove(one)
                     _kill(one)
-                    yield one.name, None, f"not done after {timeout_s:g} s"
+                    yield one.name, None, f"{OUT_OF_TIME} {timeout_s:g} s"
     finally:
         for one in running:
             _kill(one)

@@ -30,7 +30,7 @@ from zoo.entries import FAST, installed, make_of, names
 from zoo.forks import run_jobs
 from zoo.rows import decode, encode, read_rows, versions, write_rows
 from zoo.trial import Row, Trial, Way
-from zoo.verdict import BUDGETS, faults
+from zoo.verdict import BUDGETS, faults, is_whole
 from zoo.vision_models import import_torchvision
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -45,7 +45,7 @@ def main() -> int:
     shard, _, of = arguments.shard.partition("/")
     chosen = chosen[int(shard) - 1 :: int(of)]
     before = {row.name: row for row in read_rows(path)}
-    done = {name for name, row in before.items() if arguments.keep or same(row.versions, found)}
+    done = {name for name, row in before.items() if is_whole(row) and (arguments.keep or same(row.versions, found))}
     jobs = [(name, partial(train, name, arguments.device, arguments.codegen, found)) for name in chosen if name not in done]
     ends = time.monotonic() + arguments.seconds
     print(f"{len(chosen)} models, {len(chosen) - len(jobs)} done before; {', '.join(f'{k} {v}' for k, v in found.items())}", flush=True)

@@ -17,11 +17,11 @@ from torch import Tensor
 from dyngran.compiler.planned_graph import PlannedGraph
 from dyngran.compiler.torch_private import Boxed
 from zoo.entries import FAST, make_of
-from zoo.forks import run_jobs
+from zoo.forks import OUT_OF_TIME, run_jobs
 from zoo.rows import encode, read_rows, write_rows
 from zoo.table import section
 from zoo.trial import Row, Trial, Way, said_not_planned
-from zoo.verdict import BUDGETS, cut_share, faults, is_irreducible, uncovered
+from zoo.verdict import BUDGETS, cut_share, faults, is_irreducible, is_whole, uncovered
 
 FOLDER = Path(__file__).resolve().parent
 VISION = FOLDER.parents[1] / ".venv" / "vision"  # timm and torchvision, by `make vision`: beside a CPU build transformers must not see them
@@ -99,6 +99,13 @@ def test_a_job_that_dies_hangs_or_answers_is_told_apart() -> None:
     jobs = [("dies", lambda: os.kill(os.getpid(), 9)), ("hangs", lambda: str(signal.pause())), ("answers", lambda: "x" * 100_000)]
     found = {name: (answer, why) for name, answer, why in run_jobs(jobs, num_processes=3, timeout_s=5)}
     assert found == {"dies": (None, "killed by SIGKILL"), "hangs": (None, "not done after 5 s"), "answers": ("x" * 100_000, "")}
+
+
+def test_what_was_stopped_for_its_time_is_trained_again() -> None:
+    row = good()
+    assert is_whole(row)
+    row.eager = Way("fails", f"{OUT_OF_TIME} 5 s")
+    assert not is_whole(row)
 
 
 def test_a_wrong_gradient_is_seen_by_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:

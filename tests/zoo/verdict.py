@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zoo.forks import OUT_OF_TIME
 from zoo.trial import Row, Way
 
 BUDGETS = ("free", "middle", "floor")
@@ -40,6 +41,11 @@ def is_irreducible(row: Row) -> bool:
     """Whether no plan needs less than the free one: nothing is recomputed at the floor."""
     floor, free = row.ways.get("floor"), row.ways.get("free")
     return floor is not None and free is not None and not floor.num_recomputed and floor.trains
+
+
+def is_whole(row: Row) -> bool:
+    """Whether the model came to its end: what was stopped for its time is trained again, with more of it perhaps."""
+    return row.eager is not None and not row.eager.detail.startswith(OUT_OF_TIME)
 
 
 def cut_share(row: Row) -> float | None:
