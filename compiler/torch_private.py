@@ -51,10 +51,30 @@ USER_RECOMPUTES = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECO
 
 
 def common_subexpressions(graph: fx.Graph) -> fx.Graph:
-    """The graph after common-subexpression elimination; random ops and outputs keep their copies."""
+    """The graph after common-subexpression elimination; random ops and outputs keep their copies.
+
+    torch's function knows some random ops by name, and would take two `uniform_` or `exponential_` of one shape for one.
+    """
     from torch._functorch.compile_utils import fx_graph_cse
 
-    return fx_graph_cse(graph)
+    draws = [node for node in graph.nodes if is_random(node)]
+    for node in draws:
+        node.target = _Once(node.target)
+    simplified: fx.Graph = fx_graph_cse(graph)
+    for node in (*draws, *simplified.nodes):
+        if isinstance(node.target, _Once):
+            node.target = node.target.of
+    return simplified
+
+
+class _Once:
+    """Stands for a target, and is equal to no other."""
+
+    def __init__(self, of: Any) -> None:
+        self.of, self.__name__ = of, str(of)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.of(*args, **kwargs)
 
 
 def tag_forced_saves(joint: fx.GraphModule) -> None:

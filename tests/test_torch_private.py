@@ -125,7 +125,8 @@ def test_outputs_split_into_forward_backward_and_mutations(seen: Seen) -> None:
 def test_common_subexpressions_become_one_and_random_ops_do_not() -> None:
     def step(x: Tensor, weight: Tensor) -> Tensor:
         twice = torch.sin(x * weight) + torch.sin(x * weight)
-        return (twice + F.dropout(weight, 0.5) + F.dropout(weight, 0.5)).sum()
+        noise = [torch.empty_like(weight).exponential_() for _ in range(2)]
+        return (twice + F.dropout(weight, 0.5) + F.dropout(weight, 0.5) + noise[0] * weight + noise[1] * weight).sum()
 
     seen = Seen(step, torch.randn(8), torch.randn(8, requires_grad=True))
     assert len(seen.named(torch.ops.aten.sin.default)) == 2
@@ -133,6 +134,8 @@ def test_common_subexpressions_become_one_and_random_ops_do_not() -> None:
     targets = [node.target for node in graph.nodes]
     assert targets.count(torch.ops.aten.sin.default) == 1
     assert targets.count(torch.ops.aten.native_dropout.default) == 2
+    assert targets.count(torch.ops.aten.exponential.default) == 2
+    assert [node.name for node in graph.nodes] == [node.name for node in seen.joint.graph.nodes if node.name in set(map(str, graph.nodes))]
 
 
 def test_forced_saves_and_the_users_checkpoints_are_tagged() -> None:
