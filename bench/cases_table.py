@@ -15,7 +15,7 @@ HEADER = "| case | result | free peak | half: budget, peak | floor: budget, peak
 
 def main() -> None:
     results: list[dict[str, Any]] = json.loads(Path(sys.argv[1]).read_text())
-    print(f"{sum(one['status'] == 'ok' for one in results)} of {len(results)} are right at every budget, within it.\n")
+    print(f"{sum(one['status'] == 'ok' for one in results)} of {len(results)} are right at every budget, within the runner's tolerance.\n")
     print(HEADER)
     print("|" + "---|" * (HEADER.count("|") - 1))
     for one in sorted(results, key=lambda one: (one["status"] == "ok", one["case"])):

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from zoo.rows import read_rows
 from zoo.trial import Row, Way
-from zoo.verdict import cut_share, faults, is_irreducible, trains, uncovered
+from zoo.verdict import cut_share, faults, is_irreducible, trains
 
 FOLDER = Path(__file__).resolve().parent
 HEADER = "| model | parameters | eager | stock | free | middle | floor | runs again | transient cut | peak of budget: middle, floor |"
@@ -50,7 +50,6 @@ def section(rows: Sequence[Row]) -> str:
         return ""
     trained = [row for row in rows if row.stock is not None and row.stock.trains]
     bad = [row for row in trained if faults(row)]
-    above = [row for row in trained if uncovered(row)]
     stock = "inductor" if rows[0].codegen == "inductor" else "aot_eager"
     lines = [
         f'## `codegen="{rows[0].codegen}"` on {rows[0].versions.get("machine", rows[0].device)}',
@@ -58,14 +57,11 @@ def section(rows: Sequence[Row]) -> str:
         *_versions(rows),
         "",
         f"{len(rows)} models: {sum(trains(row.eager) for row in rows)} are trained by plain torch, {len(trained)} by stock "
-        f"(`{stock}`), {len(trained) - len(bad)} of these by dyngran at every budget, all but {len(above)} within "
-        "it; those have functions of which torch makes no graph, and a warning that the budget does not cover them. "
+        f"(`{stock}`), {len(trained) - len(bad)} of these by dyngran at every budget, within it. "
         f"{sum(map(is_irreducible, trained))} are irreducible: no plan needs less than the free one.",
         "",
         *(f"- **{row.name}**: {'; '.join(faults(row))}" for row in bad),
         *([""] if bad else []),
-        *(f"- {row.name}: {'; '.join(uncovered(row))}" for row in above),
-        *([""] if above else []),
         HEADER,
         "|" + "---|" * (HEADER.count("|") - 1),
         *(_line(row) for row in rows if trains(row.eager)),

@@ -21,7 +21,7 @@ from zoo.forks import OUT_OF_TIME, run_jobs
 from zoo.rows import encode, read_rows, write_rows
 from zoo.table import section
 from zoo.trial import Row, Trial, Way, said_not_planned
-from zoo.verdict import BUDGETS, cut_share, faults, is_irreducible, is_whole, uncovered
+from zoo.verdict import BUDGETS, cut_share, faults, is_irreducible, is_whole
 
 FOLDER = Path(__file__).resolve().parent
 VISION = FOLDER.parents[1] / ".venv" / "vision"  # timm and torchvision, by `make vision`: beside a CPU build transformers must not see them
@@ -66,13 +66,12 @@ def test_a_peak_above_its_budget_and_a_budget_that_was_not_tried_are_faults() ->
     assert faults(row) == ["no budget was tried"]
 
 
-def test_a_peak_above_its_budget_that_was_foretold_is_listed() -> None:
+def test_a_peak_above_its_budget_that_was_foretold_is_a_fault_with_its_reason() -> None:
     row = good()
     row.ways["floor"].peak_bytes = 301
     row.ways["floor"].not_planned = ["forward (model.py:3)"]
-    assert faults(row) == []
-    assert uncovered(row) == ["floor: measured 301 of 300 bytes; not planned, and said so: forward (model.py:3)"]
-    assert "- timm/one: floor: measured 301" in section([row])
+    assert faults(row) == ["floor: measured 301 of 300 bytes (said not to be planned: forward (model.py:3))"]
+    assert "- **timm/one**: floor: measured 301" in section([row])
 
 
 def test_what_is_said_not_to_be_planned_is_heard() -> None:

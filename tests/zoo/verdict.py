@@ -19,22 +19,14 @@ def faults(row: Row) -> list[str]:
             continue
         if not way.trains:
             found.append(f"{budget}: {way.status}: {way.detail}")
-        if not way.is_within and not way.not_planned:
-            found.append(f"{budget}: measured {way.peak_bytes} of {way.budget_bytes} bytes")
+        if not way.is_within:
+            said = f" (said not to be planned: {', '.join(way.not_planned[:3])})" if way.not_planned else ""
+            found.append(f"{budget}: measured {way.peak_bytes} of {way.budget_bytes} bytes{said}")
     if "free" not in row.ways:
         found.append("not run")
     elif not found and {"floor", "middle"} - set(row.ways):
         found.append("no budget was tried")
     return found
-
-
-def uncovered(row: Row) -> list[str]:
-    """Where a peak is above its budget, and dyngran had said so: torch made no graph of some functions, whose tensors no plan covers."""
-    return [
-        f"{budget}: measured {way.peak_bytes} of {way.budget_bytes} bytes; not planned, and said so: {', '.join(way.not_planned[:3])}"
-        for budget in BUDGETS
-        if (way := row.ways.get(budget)) is not None and way.trains and not way.is_within and way.not_planned
-    ]
 
 
 def is_irreducible(row: Row) -> bool:
