@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -96,17 +97,40 @@ def _copy_overwritten_inputs(joint: fx.GraphModule, num_fwd_outputs: int) -> Non
         is_returned = any(node.meta.get("desc") == descriptor for descriptor in mutated)
         if not isinstance(node.meta.get("val"), torch.Tensor) or not (is_returned or any(_overwrites(u, node) for u in node.users)):
             continue
-        readers = [user for user in node.users if user.op != "output" and not torch_private.is_copy_into(user, node)]
-        if not any(reader in feeds_backward for reader in readers):
+        windows = _strided_windows(node)
+        readers = [
+            user for user in node.users if user.op != "output" and user not in windows and not torch_private.is_copy_into(user, node)
+        ]
+        if not any(reader in feeds_backward for reader in (*readers, *windows)):
             continue
-        with joint.graph.inserting_before(min(readers)):
-            copy = joint.graph.call_function(torch.ops.aten.clone.default, (node,))
-        copy.meta = _without_identity(node)
-        copy.meta["val"] = node.meta["val"].clone()
-        copy.meta["partitioner_tag"] = "is_forward"
-        copy.meta["recompute"] = torch_private.MUST_SAVE
-        for reader in readers:
-            reader.replace_input_with(node, copy)
+        for source in (node, *windows):
+            if mine := readers if source is node else [user for user in source.users if user.op != "output"]:
+                _copy_for(joint.graph, source, mine)
+
+
+def _strided_windows(placeholder: fx.Node) -> list[fx.Node]:
+    """Every ``as_strided`` of an input, made to read the input itself: it sees all memory that the input lies in, which a copy has not."""
+    aliases, windows = {placeholder}, list[fx.Node]()
+    for node in placeholder.graph.nodes:
+        if aliased_argument(node) not in aliases:
+            continue
+        aliases.add(node)
+        if node.target is aten.as_strided.default:
+            node.args = (placeholder, *node.args[1:3], node.args[3] if len(node.args) > 3 else node.meta["val"].storage_offset())
+            windows.append(node)
+    return windows
+
+
+def _copy_for(graph: fx.Graph, node: fx.Node, readers: Sequence[fx.Node]) -> None:
+    """A copy of ``node`` that forward makes once, before the first of its ``readers``, and that they read."""
+    with graph.inserting_before(min(readers)):
+        copy = graph.call_function(aten.clone.default, (node,))
+    copy.meta = _without_identity(node)
+    copy.meta["val"] = node.meta["val"].clone()
+    copy.meta["partitioner_tag"] = "is_forward"
+    copy.meta["recompute"] = torch_private.MUST_SAVE
+    for reader in readers:
+        reader.replace_input_with(node, copy)
 
 
 def _overwrites(user: fx.Node, placeholder: fx.Node) -> bool:

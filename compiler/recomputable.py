@@ -17,7 +17,7 @@ def pin_reason(node: fx.Node) -> str:
     target = node.target
     tag = node.meta.get("recompute")
     if tag == torch_private.MUST_SAVE:
-        if target is torch.ops.aten.clone.default and node.all_input_nodes[0].op == "placeholder":
+        if target is torch.ops.aten.clone.default and _is_input_or_window(node.all_input_nodes[0]):
             return "copy of an input that forward overwrites"
         return "torch.utils.checkpoint policy or torch says it must be saved"
     if torch_private.is_effect(node):
@@ -41,3 +41,7 @@ def pin_reason(node: fx.Node) -> str:
     if torch_private.is_random(node) and any(isinstance(arg, torch.Generator) for arg in (*node.args, *node.kwargs.values())):
         return "draws from a generator of the user's"
     return ""
+
+
+def _is_input_or_window(node: fx.Node) -> bool:
+    return node.op == "placeholder" or (node.target is torch.ops.aten.as_strided.default and node.all_input_nodes[0].op == "placeholder")

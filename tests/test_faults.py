@@ -123,6 +123,16 @@ def view_of_an_input_overwritten() -> Made:
 
 
 @model
+def window_beyond_an_overwritten_input() -> Made:
+    def middle(_: Net, h: Tensor, state: Tensor) -> Tensor:
+        gated = h * torch.sin(state.as_strided((64,), (1,), 8))
+        state.mul_(0.5)
+        return gated + state.sum()
+
+    return Net(middle), (batch(), torch.linspace(-1, 1, 80)[4:20])
+
+
+@model
 def overlapping_inputs() -> Made:
     def middle(_: Net, h: Tensor, left: Tensor, right: Tensor) -> Tensor:
         gate = torch.sigmoid(h * left.sum())
