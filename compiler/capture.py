@@ -80,7 +80,7 @@ def capture(
     graph = joint.module.graph
     device = planned_device(graph)
     if not fused:
-        torch_private.correct_strides(graph)
+        torch_private.correct_fake_values(graph)
     storages = find_storages(graph, device)
     node_info = torch_private.classify(joint.module, joint.static_input_indices, joint.num_fwd_outputs)
     returned, gradients, epilogue = _outputs(joint, storages)

@@ -285,14 +285,17 @@ def data_dependent_symbols(value: Any) -> dict[Any, Any]:
     }
 
 
-def correct_strides(graph: fx.Graph) -> None:
-    """Give values on the CPU the strides that kernels make where torch's fake kernels think of others, and what is computed from those.
+def correct_fake_values(graph: fx.Graph) -> None:
+    """Give values on the CPU the strides and dtypes of real kernels where torch's fake kernels think of others, and what comes of those.
 
     `native_dropout_backward` and `softplus_backward` (torch 2.11 to 2.13) are traced as contiguous; the CPU's kernels lay their results out
-    as their operands. What is read otherwise than planned is copied inside of operators, and gradients when they are accumulated.
+    as their operands. What is read otherwise than planned is copied inside of operators, and gradients when they are accumulated. Attention
+    in float64 has the logarithms of its sums in float64; torch 2.11 traces float32.
     """
     changed: set[fx.Node] = set()
     for node in graph.nodes:
+        if node.target is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            changed.update(_with_logsumexp_of_float64(node))
         if node.target not in LAID_OUT_AS_OPERANDS and not changed.intersection(node.all_input_nodes):
             continue
         found = _traced_again(node)
@@ -302,6 +305,20 @@ def correct_strides(graph: fx.Graph) -> None:
         if strides[0] != strides[1] or getattr(node.target, "is_view", False):
             node.meta["val"] = found
             changed.add(node)
+
+
+def _with_logsumexp_of_float64(attention: fx.Node) -> list[fx.Node]:
+    """The parts of an attention's result whose dtype was wrong and is right now."""
+    result, logsumexp = attention.meta["val"]
+    if not isinstance(query := attention.args[0], fx.Node) or query.meta["val"].dtype is not torch.float64:
+        return []
+    with logsumexp.fake_mode:
+        right = logsumexp.to(torch.float64)
+    attention.meta["val"] = (result, right)
+    parts = [user for user in attention.users if user.target is operator.getitem and user.args[1] == 1]
+    for part in parts:
+        part.meta["val"] = right
+    return parts
 
 
 def _traced_again(node: fx.Node) -> torch.Tensor | None:

@@ -773,8 +773,23 @@ def test_strides_are_what_kernels_make_them(make: Callable[[], nn.Module]) -> No
         return list(wrong)
 
     assert strays()
-    torch_private.correct_strides(joint.graph)
+    torch_private.correct_fake_values(joint.graph)
     assert strays() == []
+
+
+def test_attention_in_float64_sums_in_float64() -> None:
+    class Attention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x).square().sum()
+
+    joint = torch_private.keep_copy(Seen(Attention(), torch.randn(1, 2, 16, 8, dtype=torch.float64, requires_grad=True)).joint)
+    torch_private.correct_fake_values(joint.graph)
+    (attention,) = joint.graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
+    query = torch.randn(1, 2, 16, 8, dtype=torch.float64)
+    real = attention.target(query, query, query)
+    assert [value.dtype for value in attention.meta["val"]] == [value.dtype for value in real]
+    (logsumexp,) = (user for user in attention.users if user.args[1] == 1)
+    assert logsumexp.meta["val"].dtype is torch.float64
 
 
 def test_what_dynamo_gives_up_is_told_with_its_backend_and_a_reason() -> None:
