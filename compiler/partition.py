@@ -14,7 +14,7 @@ from dyngran.compiler.unroll import unroll
 from dyngran.passes.errors import GraphBroken, InvalidOption
 from dyngran.passes.order_rules import check_order
 from dyngran.passes.plan import Schedule
-from dyngran.passes.rewrite import delay_recompute, drop_unread
+from dyngran.passes.rewrite import delay_recompute, drop_unread, raise_shape_reads
 from dyngran.passes.schedule import check_schedule
 
 
@@ -38,7 +38,7 @@ def partition(captured: Captured, saved: Iterable[int], schedule: Schedule | Non
         backward, is_root=lambda node: torch_private.is_tangent(node) or torch_private.must_be_in_backward(node) or _is_mutation(node)
     )
     _check_no_pinned_twice(captured, forward, backward)
-    return torch_private.raise_getitems(forward), torch_private.raise_getitems(backward)
+    return _raised(forward), _raised(backward)
 
 
 def check_runnable(captured: Captured, schedule: Schedule) -> None:
@@ -68,7 +68,12 @@ def _partition_scheduled(captured: Captured, saved: frozenset[int], schedule: Sc
     )
     for module, names in ((forward, unrolled.forward), (backward, unrolled.backward)):
         _keep_only(module, names)
-    return torch_private.raise_getitems(forward), torch_private.raise_getitems(backward)
+    return _raised(forward), _raised(backward)
+
+
+def _raised(module: fx.GraphModule) -> fx.GraphModule:
+    """The same with everything that reads a tensor and makes none, which the timeline does not see, next to the tensor."""
+    return torch_private.raise_getitems(raise_shape_reads(module))
 
 
 def _extract(

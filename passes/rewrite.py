@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import fx
 
 from dyngran.passes.errors import GraphBroken
+
+aten = torch.ops.aten
+SHAPE_READS = (aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default)
 
 
 def delay_recompute(module: fx.GraphModule, *, is_root: Callable[[fx.Node], bool]) -> fx.GraphModule:
@@ -60,3 +64,14 @@ def drop_unread(graph: fx.Graph, *, is_needed: Callable[[fx.Node], bool]) -> Non
     for node in reversed(graph.nodes):
         if node.op == "call_function" and not node.users and not is_needed(node):
             graph.erase_node(node)
+
+
+def raise_shape_reads(module: fx.GraphModule) -> fx.GraphModule:
+    """Move every op that reads a size of a tensor next to what makes the tensor, so that a late one does not keep it alive."""
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node in list(module.graph.nodes):
+        if node.target in SHAPE_READS:
+            (tensor,) = node.all_input_nodes
+            (inputs[-1] if tensor.op == "placeholder" else tensor).append(node)
+    module.recompile()
+    return module

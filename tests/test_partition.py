@@ -18,6 +18,7 @@ from dyngran.compiler.capture import Captured
 from dyngran.compiler.partition import partition
 from dyngran.passes.errors import GraphBroken
 from dyngran.passes.problem import Problem
+from dyngran.passes.rewrite import raise_shape_reads
 from dyngran.passes.simulate import Simulator
 
 
@@ -257,3 +258,16 @@ def test_what_only_an_unread_draw_reads_is_not_saved(choose: Choose) -> None:
     read = {node.name for node in made.backward.graph.nodes if node.op == "placeholder" and node.users}
     primals = {node.name for node in made.backward.graph.nodes if node.op == "placeholder" and torch_private.is_primal(node)}
     assert primals <= read
+
+
+def test_sizes_are_read_next_to_what_makes_the_tensor() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    sin = graph.call_function(torch.ops.aten.sin.default, (x,))
+    cos = graph.call_function(torch.ops.aten.cos.default, (sin,))
+    rows = graph.call_function(torch.ops.aten.sym_size.int, (sin, 0))
+    columns = graph.call_function(torch.ops.aten.sym_size.int, (x, 1))
+    graph.output((cos, rows, columns))
+    module = raise_shape_reads(fx.GraphModule({}, graph))
+    assert [node.name for node in module.graph.nodes] == ["x", "sym_size_int_1", "sin_default", "sym_size_int", "cos_default", "output"]
+    assert module(torch.zeros(2, 3))[1:] == (2, 3)
