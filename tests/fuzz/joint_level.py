@@ -9,8 +9,9 @@ from __future__ import annotations
 import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -220,35 +221,44 @@ def small_calls_measured() -> Iterator[None]:
 
 
 def check(program: Program, *, is_measured: bool = False) -> Verdict:
-    """All plans of one program. ``is_measured``: their peaks as well, which takes longer.
-
-    Whether torch takes a random draw for an effect, and leaves it where nobody reads it, depends on an option of Inductor's: both occur.
-    """
-    with torch._inductor.config.patch(fallback_random=program.data_seed % 2 == 0), small_calls_measured():
+    """All plans of one program. ``is_measured``: their peaks as well, which takes longer."""
+    with draws_as_effects(program), small_calls_measured():
         return _check(program, is_measured=is_measured)
+
+
+def eager(program: Program) -> Seen:
+    """The truth."""
+    net = make_net(program)
+    torch.manual_seed(TRAIN_SEED)
+    return train_step(program, net, net, make_inputs(program, program.rows))
+
+
+def stock(program: Program) -> Seen:
+    """The witness: AOTAutograd without a plan."""
+    with draws_as_effects(program):
+        return Traced(program, make_net(program), is_stock=True).train()
+
+
+def draws_as_effects(program: Program) -> AbstractContextManager[None]:
+    """Whether torch takes a random draw for an effect, and so leaves it where nobody reads it, is an option of Inductor's: both occur."""
+    return torch._inductor.config.patch(fallback_random=program.data_seed % 2 == 0)
 
 
 def _check(program: Program, *, is_measured: bool) -> Verdict:
     try:
-        net = make_net(program)
-        torch.manual_seed(TRAIN_SEED)
-        want = train_step(program, net, net, make_inputs(program, program.rows))
+        want = eager(program)
     except Exception as error:  # noqa: BLE001 - whatever eager mode rejects is no program
         return Verdict(Outcome.DISCARDED, f"eager: {named(error)}")
-
-    def stock() -> Seen:
-        return Traced(program, make_net(program), is_stock=True).train()
-
     try:
         traced = Traced(program, make_net(program), is_measured=is_measured)
         got = traced.train()
     except Exception as error:  # noqa: BLE001 - sorted by what stock says
         try:
-            stock()
+            stock(program)
         except Exception as other:  # noqa: BLE001 - whatever stops stock
             return Verdict(Outcome.DISCARDED, f"stock: {named(other)}")
         return Verdict(Outcome.FAILED, f"stops: {named(error)}", "".join(traceback.format_exception(error))[-2000:])
-    verdict = judge(want, got, stock, eps=coarsest_eps(want))
+    verdict = judge(want, got, partial(stock, program), eps=coarsest_eps(want))
     if not verdict.outcome.is_counted:
         return replace(verdict, details=f"{verdict.details}; plan: {traced.plans[traced.trained].name if traced.plans else 'none'}")
     if len(traced.runs) < 2:
@@ -311,17 +321,20 @@ def backward_args(
 
 
 def measured_peak_of(traced: Traced, forward: fx.GraphModule, backward: fx.GraphModule) -> int:
-    """Both graphs of a plan run as autograd runs them: what is saved is held for backward, which frees as it reads. What forward makes for
-    inputs that it changes is written back and dropped."""
+    """Both graphs of a plan run as autograd runs them: what is saved is held for backward, which frees as it reads. The gradients of the
+    outputs come between the two, and whoever calls backward holds them until it returns. What forward makes for inputs that it changes is
+    written back and dropped."""
     first, last = traced.runs
     num_outputs = traced.num_outputs
     run_forward, run_backward = torch_private.boxed(forward), torch_private.boxed(backward)
-    inputs, tangents = copies(first.inputs), dict(zip(placeholders(traced.modules[1]), copies(last.inputs), strict=True))
+    inputs = copies(first.inputs)
+    given = {name: value for name, value in zip(placeholders(traced.modules[1]), last.inputs, strict=True) if name.startswith("tangents")}
     kept: list[Any] = []
 
     def step() -> None:
         results = run_forward(list(inputs))
         kept.extend(results[place] for place in range(num_outputs) if place not in traced.written_back)
+        tangents = dict(zip(given, copies(list(given.values())), strict=True))
         args = backward_args(forward, backward, num_outputs, results, tangents)
         del results
         kept.extend(run_backward(args))
