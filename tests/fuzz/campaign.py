@@ -10,35 +10,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import compile_level
-import joint_level
-import torch
 from corpus import Case, versions, write_case
 from grammar import Program, program_of, to_document
+from isolation import LEVELS, Isolated, Level, is_out_of_time
 from shrink import shrink
 from verdict import Outcome, Verdict
 
-PEAKS_EVERY = 20  # programs at joint level whose peaks are measured as well
-INDUCTOR_EVERY = 20  # programs at compile level that Inductor compiles as well
 SHRUNK_PER_REASON = 1  # of one reason one program is shrunk and kept; the others are counted
 TRIES = {"joint": 250, "compile": 80}
-
-
-def check(level: str, program: Program, seed: int) -> Verdict:
-    if level == "joint":
-        return joint_level.check(program, is_measured=seed % PEAKS_EVERY == 0)
-    return compile_level.check(program, has_inductor=seed % INDUCTOR_EVERY == 0)
-
-
-def check_seed(level: str, seed: int) -> Verdict:
-    torch.set_num_threads(1)
-    return check(level, program_of(seed), seed)
+TRIES_OUT_OF_TIME = 10  # of a program that does not end: one try may take minutes
 
 
 def show_seed(level: str, seed: int) -> int:
+    """One program and what came of it; 1 if that is a failure."""
     program = program_of(seed)
-    print(json.dumps(to_document(program), indent=1))
-    verdict = check_seed(level, seed)
+    print(json.dumps(to_document(program), indent=1), flush=True)
+    with Isolated(LEVELS[level]) as isolated:
+        verdict = isolated.check(program, has_more=LEVELS[level].has_more(seed))
     print(f"{verdict.outcome.value}: {verdict.reason}\n{verdict.details}")
     return 1 if verdict.outcome is Outcome.FAILED else 0
 
@@ -51,8 +39,10 @@ class Campaign:
     lines: list[dict[str, Any]] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=versions)
     kept: Counter[str] = field(default_factory=Counter)
+    runs: Level = field(init=False)
 
     def __post_init__(self) -> None:
+        self.runs = LEVELS[self.level]
         if self.state is not None and self.state.exists():
             self.lines = [json.loads(line) for line in self.state.read_text().splitlines()]
 
@@ -63,21 +53,23 @@ class Campaign:
     def is_done(self, first: int) -> bool:
         return any(line["first"] == first for line in self.mine())
 
-    def run_block(self, first: int, end: int, check_seed: Any) -> None:
+    def run_block(self, first: int, end: int) -> None:
+        """Runs these seeds in one process, and in another from where it dies."""
         started = time.monotonic()
         outcomes: Counter[str] = Counter()
         reasons: Counter[str] = Counter()
         seeds: dict[str, list[int]] = {}
-        for seed in range(first, end):
-            verdict: Verdict = check_seed(self.level, seed)
-            outcomes[verdict.outcome.value] += 1
-            if verdict.reason:
-                reason = f"{verdict.outcome.value}: {verdict.reason}"
-                reasons[reason] += 1
-                if verdict.outcome in (Outcome.FAILED, Outcome.FINDING):
-                    seeds.setdefault(reason, []).append(seed)
-                    print(f"seed {seed}: {reason}: {verdict.details[:300]}", flush=True)
-                    self._keep(seed, verdict)
+        with Isolated(self.runs) as isolated:
+            for seed in range(first, end):
+                verdict = isolated.check(program_of(seed), has_more=self.runs.has_more(seed))
+                outcomes[verdict.outcome.value] += 1
+                if verdict.reason:
+                    reason = f"{verdict.outcome.value}: {verdict.reason}"
+                    reasons[reason] += 1
+                    if verdict.outcome in (Outcome.FAILED, Outcome.FINDING):
+                        seeds.setdefault(reason, []).append(seed)
+                        print(f"seed {seed}: {reason}: {verdict.details[:300]}", flush=True)
+                        self._keep(seed, verdict, isolated)
         line = {
             "level": self.level,
             "first": first,
@@ -94,16 +86,17 @@ class Campaign:
                 file.write(json.dumps(line) + "\n")
         print(f"{self.level} {first}..{end - 1}: {dict(outcomes)} in {line['seconds']} s", flush=True)
 
-    def _keep(self, seed: int, verdict: Verdict) -> None:
+    def _keep(self, seed: int, verdict: Verdict, isolated: Isolated) -> None:
         self.kept[verdict.reason] += 1
         if not self.shrinks or self.kept[verdict.reason] > SHRUNK_PER_REASON:
             return
 
         def still_fails(program: Program) -> bool:
-            found = check(self.level, program, seed)
+            found = isolated.check(program, has_more=self.runs.has_more(seed))
             return (found.outcome, found.reason) == (verdict.outcome, verdict.reason)
 
-        small = shrink(program_of(seed), still_fails, max_tries=TRIES[self.level])
+        max_tries = TRIES_OUT_OF_TIME if is_out_of_time(verdict) else TRIES[self.level]
+        small = shrink(program_of(seed), still_fails, max_tries=max_tries)
         words = re.sub(r"[^a-z0-9]+", "-", verdict.reason.lower()).strip("-")[:60]
         case = Case(f"{self.level}-{seed}-{words}", self.level, f"{verdict.outcome.value}: {verdict.reason}", self.versions, small)
         print(f"kept {write_case(case)}: {len(small.steps)} steps", flush=True)

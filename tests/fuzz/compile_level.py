@@ -52,15 +52,15 @@ def check(program: Program, *, has_inductor: bool = False) -> Verdict:
 
 def _check(program: Program, *, has_inductor: bool) -> Verdict:
     try:
-        want = trained(program, lambda net: net)
+        want = eager(program)
     except Exception as error:  # noqa: BLE001 - whatever eager mode rejects is no program
         return Verdict(Outcome.DISCARDED, f"eager: {named(error)}")
     witness: list[Seen] = []
     peaks: list[int] = []
 
-    def stock() -> Seen:
+    def aot_eager() -> Seen:
         if not witness:
-            witness.append(trained(program, lambda net: torch.compile(net, backend="aot_eager", fullgraph=True)))
+            witness.append(stock_with(Setting("eager"), program))
         return witness[0]
 
     verdict = Verdict(Outcome.SAME)
@@ -71,7 +71,7 @@ def _check(program: Program, *, has_inductor: bool) -> Verdict:
             if setting.codegen == "inductor":
                 one = judge_loosely(want, got, program)
             else:
-                one = judge(want, got, stock, eps=coarsest_eps(want))
+                one = judge(want, got, aot_eager, eps=coarsest_eps(want))
             if one.outcome is Outcome.FAILED or verdict.outcome is Outcome.SAME:
                 verdict = replace(one, details=f"{one.details}; {setting}" if one.details else "")
             if verdict.outcome in (Outcome.FAILED, Outcome.FINDING):
@@ -87,6 +87,18 @@ def _check(program: Program, *, has_inductor: bool) -> Verdict:
             Outcome.FAILED, f"stops: {named(error).split(': ')[0] if isinstance(error, PeakAboveBudget) else named(error)}", details
         )
     return verdict
+
+
+def eager(program: Program) -> Seen:
+    """The truth."""
+    return trained(program, lambda net: net)
+
+
+def stock(program: Program, *, has_inductor: bool = False) -> None:
+    """All witnesses that a check may call."""
+    stock_with(Setting("eager"), program)
+    if has_inductor:
+        stock_with(Setting("inductor"), program)
 
 
 def stock_with(setting: Setting, program: Program) -> Seen:

@@ -1,12 +1,14 @@
 """Runs many programs, one seed each: ``python tests/fuzz/run.py --level joint --programs 20000 --state joint.jsonl``.
 
 What is done is in the state file, one line for every hundred seeds with the versions they ran on; a run that was stopped goes on from
-there, and seeds that ran on another product or torch run again. Failures are shrunk and written to ``tests/fuzz/corpus``.
+there, and seeds that ran on another product or torch run again. Failures are shrunk and written to ``tests/fuzz/corpus``. Programs run in
+forked processes: one that kills its process, or does not end, has failed, or is discarded if eager mode or torch's own AOTAutograd do so.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import shutil
 import sys
@@ -33,9 +35,12 @@ def main() -> int:
     folder = tempfile.mkdtemp(prefix="dyngran-fuzz-")
     os.environ["DYNGRAN_CACHE_DIR"] = folder  # plans of another version would hide changes
     try:
-        from campaign import Campaign, check_seed, show_seed
+        from campaign import Campaign, show_seed
+        from isolation import preload
 
+        preload()
         if args.only is not None:
+            faulthandler.enable()  # says where a process was killed
             return show_seed(args.level, args.only)
         campaign = Campaign(args.level, args.state, shrinks=not args.no_shrink)
         shard, num_shards = (int(part) for part in args.shard.split("/"))
@@ -43,7 +48,7 @@ def main() -> int:
         for number, first in enumerate(blocks):
             if number % num_shards != shard - 1 or campaign.is_done(first):
                 continue
-            campaign.run_block(first, min(first + BLOCK, args.seed_from + args.programs), check_seed)
+            campaign.run_block(first, min(first + BLOCK, args.seed_from + args.programs))
         return campaign.summary()
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,11 +18,13 @@ import compile_level
 import joint_level
 import pytest
 import torch
-from campaign import Campaign
+from campaign import Campaign, show_seed
 from corpus import Case, read_case, read_cases, write_case
+from forks import Answering
 from grammar import Draw, Program, Step, draw_program, from_document, program_of, to_document
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from isolation import LEVELS, Isolated, Level
 from net import make_inputs, make_net, train_step
 from operations import OPERATIONS, REGIONS, WEIGHTS
 from shrink import shrink
@@ -67,12 +72,18 @@ def failed(verdict: Verdict) -> str:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_kept_program_is_right_at_the_level_of_graphs(case: Case) -> None:
-    assert failed(joint_level.check(case.program)) == ""
+    assert replayed("joint", case) == ""
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_kept_program_is_right_under_torch_compile(case: Case) -> None:
-    assert failed(compile_level.check(case.program)) == ""
+    assert replayed("compile", case) == ""
+
+
+def replayed(level: str, case: Case) -> str:
+    """What to say of a kept program, which may have killed its process."""
+    with Isolated(LEVELS[level]) as isolated:
+        return failed(isolated.check(case.program, has_more=False))
 
 
 @settings(max_examples=JOINT_EXAMPLES, suppress_health_check=no_checks)
@@ -196,20 +207,146 @@ def test_a_campaign_goes_on_where_it_stopped_and_starts_anew_for_another_product
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = tmp_path / "state.jsonl"
-    seen: list[int] = []
 
-    def check(_level: str, seed: int) -> Verdict:
-        seen.append(seed)
-        return Verdict(Outcome.DISCARDED, "eager: no") if seed == 1 else Verdict(Outcome.SAME)
+    def check(program: Program, _has_more: bool) -> Verdict:
+        return Verdict(Outcome.DISCARDED, "eager: no") if program == program_of(1) else Verdict(Outcome.SAME)
 
-    Campaign("joint", state).run_block(0, 3, check)
+    plant(monkeypatch, check)
+    Campaign("joint", state).run_block(0, 3)
     again = Campaign("joint", state)
-    assert seen == [0, 1, 2]
+    assert again.lines[0]["outcomes"] == {"same": 2, "discarded": 1}
     assert again.is_done(0) and not again.is_done(3)
     assert not Campaign("compile", state).is_done(0)
     assert again.summary() == 0
     assert "3 programs" in capsys.readouterr().out
     assert not Campaign("joint", state, versions={"torch": "0", "product": "another"}).is_done(0)
+
+
+# Programs that end their process, or never end. The fatal one is the fourth of a block
+
+
+FATAL_SEED = 3
+FATAL = program_of(FATAL_SEED)
+
+
+def plant(
+    monkeypatch: pytest.MonkeyPatch,
+    check: Callable[[Program, bool], Verdict],
+    *,
+    eager: Callable[[Program], object] = repr,
+    stock: Callable[[Program, bool], object] = lambda program, _has_more: repr(program),
+    timeout_s: float = 60,
+) -> None:
+    """Programs at the level of graphs are run by these from now on."""
+    monkeypatch.setitem(LEVELS, "joint", Level(check, eager, stock, more_every=20, timeout_s=timeout_s))
+
+
+def is_fatal(program: Program) -> bool:
+    """The fatal program, and what is left of it while it is shrunk."""
+    return program.data_seed == FATAL.data_seed
+
+
+def dies(program: Program, _has_more: bool = False) -> Verdict:
+    if is_fatal(program):
+        faulthandler.disable()  # pytest's would write where
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return Verdict(Outcome.SAME)
+
+
+def exits(program: Program, _has_more: bool) -> Verdict:
+    if is_fatal(program):
+        os._exit(0)
+    return Verdict(Outcome.SAME)
+
+
+def hangs(program: Program, _has_more: bool) -> Verdict:
+    while is_fatal(program):
+        signal.pause()
+    return Verdict(Outcome.SAME)
+
+
+def raises(program: Program, _has_more: bool) -> Verdict:
+    if is_fatal(program):
+        raise ZeroDivisionError("by zero")
+    return Verdict(Outcome.SAME)
+
+
+@pytest.mark.parametrize(
+    ("check", "reason"),
+    [
+        (dies, "killed by SIGSEGV"),
+        (exits, "ended without an answer"),
+        (hangs, "not done after 1 s"),
+        (raises, "check stops: ZeroDivisionError: by zero"),
+    ],
+)
+def test_a_block_goes_on_after_a_program_that_ends_its_process(
+    check: Callable[[Program, bool], Verdict], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant(monkeypatch, check, timeout_s=1 if check is hangs else 60)
+    campaign = Campaign("joint", None, shrinks=False)
+    campaign.run_block(0, 5)
+    assert campaign.lines[0]["outcomes"] == {"same": 4, "failed": 1}
+    assert campaign.lines[0]["seeds"] == {f"failed: {reason}": [FATAL_SEED]}
+    assert campaign.summary() == 1
+    assert show_seed("joint", FATAL_SEED) == 1 and show_seed("joint", 0) == 0
+    assert f"failed: {reason}" in capsys.readouterr().out
+
+
+def test_a_program_that_eager_mode_or_stock_dies_of_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for planted, reason in ({"stock": dies}, "stock: killed by SIGSEGV"), ({"eager": dies}, "eager: killed by SIGSEGV"):
+        plant(monkeypatch, dies, **planted)
+        campaign = Campaign("joint", None)
+        campaign.run_block(0, 5)
+        assert campaign.lines[0]["outcomes"] == {"same": 4, "discarded": 1}
+        assert campaign.lines[0]["reasons"] == {f"discarded: {reason}": 1}
+        assert show_seed("joint", FATAL_SEED) == 0
+
+
+def test_a_witness_that_raises_excuses_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, dies, stock=raises)
+    with Isolated(LEVELS["joint"]) as isolated:
+        verdict = isolated.check(FATAL, has_more=False)
+    assert verdict == Verdict(Outcome.FAILED, "killed by SIGSEGV", "eager: lives; stock: stock stops: ZeroDivisionError: by zero")
+
+
+def test_a_witness_that_dies_of_more_excuses_only_what_dies_of_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies_of_more(program: Program, has_more: bool) -> Verdict:
+        return dies(program) if has_more else Verdict(Outcome.SAME)
+
+    for check, outcome in (dies, Outcome.FAILED), (dies_of_more, Outcome.DISCARDED):
+        plant(monkeypatch, check, stock=dies_of_more)
+        with Isolated(LEVELS["joint"]) as isolated:
+            assert isolated.check(FATAL, has_more=True).outcome is outcome
+
+
+def test_a_program_that_kills_its_process_is_shrunk_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as it kills it, and stock lives: less than two steps kill stock too."""
+
+    def stock(program: Program, _has_more: bool) -> Verdict:
+        return dies(program) if len(program.steps) < 2 else Verdict(Outcome.SAME)
+
+    plant(monkeypatch, dies, stock=stock)
+    monkeypatch.setattr("corpus.FOLDER", tmp_path)
+    Campaign("joint", None).run_block(FATAL_SEED, FATAL_SEED + 1)
+    (path,) = tmp_path.iterdir()
+    case = read_case(path)
+    assert len(FATAL.steps) > len(case.program.steps) == 2
+    assert case.reason == "failed: killed by SIGSEGV"
+
+
+def test_one_process_answers_until_it_dies() -> None:
+    def answer(question: str) -> str:
+        if question == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return f"{question} {os.getpid()}" + "." * 100_000
+
+    with Answering(answer) as process:
+        first, second = (process.ask(question, timeout_s=60)[0] for question in ("one", "two"))
+        assert process.ask("die", timeout_s=60) == (None, "killed by SIGKILL")
+        third, _ = process.ask("three", timeout_s=60)
+    assert first and second and third
+    assert first.removeprefix("one") == second.removeprefix("two") != third.removeprefix("three")
 
 
 def test_a_case_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

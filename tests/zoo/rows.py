@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 import torch
+from forks import run_jobs
 
 import dyngran.compiler
 import dyngran.passes
 import dyngran.runtime
-from zoo.forks import run_jobs
 from zoo.trial import Row
 
 LIBRARIES = ("torch", "triton", "transformers", "timm", "torchvision")

@@ -25,9 +25,9 @@ if "cuda" not in sys.argv:
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests, which import one another by name
 
 import torch
+from forks import run_jobs
 
 from zoo.entries import FAST, installed, make_of, names
-from zoo.forks import run_jobs
 from zoo.rows import decode, encode, read_rows, versions, write_rows
 from zoo.trial import Row, Trial, Way
 from zoo.verdict import BUDGETS, faults, is_whole

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from forks import OUT_OF_TIME, run_jobs
 from torch import Tensor
 
 from dyngran.compiler.planned_graph import PlannedGraph
 from dyngran.compiler.torch_private import Boxed
 from zoo.entries import FAST, make_of
-from zoo.forks import OUT_OF_TIME, run_jobs
 from zoo.rows import encode, read_rows, write_rows
 from zoo.table import section
 from zoo.trial import Row, Trial, Way, said_not_planned

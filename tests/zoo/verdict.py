@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from zoo.forks import OUT_OF_TIME
+from forks import OUT_OF_TIME
+
 from zoo.trial import Row, Way
 
 BUDGETS = ("free", "middle", "floor")
