@@ -19,6 +19,7 @@ from dyngran.compiler.chain import StepChain
 from dyngran.compiler.options import Codegen, Options, Outputs
 from dyngran.compiler.partition import partition
 from dyngran.compiler.progress import Heartbeat
+from dyngran.compiler.returned_views import can_replay_views, detach_cut_views
 from dyngran.compiler.room import LOSS_BYTES
 from dyngran.compiler.situation import Situation, existing_gradient_bytes, gradients_to_come
 from dyngran.compiler.static_memory import Carried, StaticMemory, input_kinds, measure_static, resolve_budget, storage_bytes
@@ -96,6 +97,8 @@ class PlannedGraph:
         self.observer = StepObserver()
         self._returned = ReturnedOutputs(self._kinds_of_tensor())
         self._module = torch_private.keep_copy(module)
+        detach_cut_views(self._module)
+        self._replays_views = can_replay_views(self._module)
         self._fake_inputs = torch_private.fake_inputs(module)
         self._symbols = torch_private.size_symbols(module)
         self._kinds = input_kinds(inputs)
@@ -379,7 +382,7 @@ class PlannedGraph:
     ) -> Callable[..., Any]:
         around = self._around
         if self.options.codegen is Codegen.EAGER:
-            return torch_private.compile_eager(module, inputs, partition=cut, around=around)
+            return torch_private.compile_eager(module, inputs, partition=cut, around=around, replays_views=self._replays_views)
         options = {**torch_private.mode_options(self.options.mode or "default"), **self.options.inductor}
         return torch_private.compile_inductor(
             module,
@@ -391,6 +394,7 @@ class PlannedGraph:
             on_code=account.add,
             budget_bytes=self._tuning_budget_bytes,
             frees_at_once=self._frees_at_once,
+            replays_views=self._replays_views,
         )
 
     @property

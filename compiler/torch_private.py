@@ -43,6 +43,7 @@ LAID_OUT_AS_OPERANDS: dict[object, Callable[..., Any]] = {
     torch.ops.aten.softplus_backward.default: lambda gradient, x, *_: gradient * x,
 }
 VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+SETS_GRAD_MODE = torch._C._set_grad_enabled
 RESUME_NAMES = ("__resume_at", "torch_dynamo_resume_in")
 LEAVING = ("RETURN", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE")  # opcodes after which the next is not run
 MAX_NESTING = 8  # of containers in a function's variables
@@ -361,12 +362,18 @@ def _with_lenient_views(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def compile_eager(
-    module: fx.GraphModule, inputs: Sequence[Any], *, partition: Partitioner, around: Callable[[Boxed, bool], Boxed]
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    partition: Partitioner,
+    around: Callable[[Boxed, bool], Boxed],
+    replays_views: bool = True,
 ) -> Callable[..., Any]:
     """AOTAutograd without decompositions; both graphs run op by op as FX orders them, and a view copies where what it is of lies otherwise
     than the trace thought (stock aot_eager raises: softplus_backward, in the gated delta rule of Qwen3-Next).
 
-    ``around(run, is_backward)`` may wrap the boxed callable that runs a graph; inference graphs are not wrapped.
+    ``around(run, is_backward)`` may wrap the boxed callable that runs a graph; inference graphs are not wrapped. ``replays_views``: views
+    are made anew for the caller by the views that the trace saw, else by their strides.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch import config as functorch_config
@@ -377,9 +384,14 @@ def compile_eager(
     compiled = aot_autograd(
         fw_compiler=finish(False), bw_compiler=finish(True), inference_compiler=lambda gm, _inputs: boxed(gm), partition_fn=partition
     )
-    with functorch_config.patch(donated_buffer=False):  # nothing here writes over what was saved: a graph may be retained
+    # nothing here writes over what was saved: a graph may be retained
+    with functorch_config.patch(donated_buffer=False, **_making_views(replays_views)):
         run = compiled(module, inputs)
     return run
+
+
+def _making_views(replays_views: bool) -> dict[str, Any]:
+    return {} if replays_views else {"view_replay_for_aliased_outputs": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -409,12 +421,14 @@ def compile_inductor(
     on_code: Callable[[GeneratedCode], None],
     budget_bytes: Callable[[], int | None],
     frees_at_once: Callable[[], bool],
+    replays_views: bool = True,
 ) -> Callable[..., Any]:
     """Inductor, with our partition in its own door.
 
     ``on_code`` sees the generated wrapper of each graph; ``around(run, is_backward)`` may wrap the boxed callable that runs it;
     ``budget_bytes`` is what may be allocated on the card while kernels are tuned in the first run, None as much as they like.
     ``frees_at_once`` is asked once the graph is cut: if so, a buffer that has been read is freed, and not held for a later one of its size.
+    ``replays_views`` as for `compile_eager`.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -441,7 +455,7 @@ def compile_inductor(
     # AOTAutograd's cache is looked up before the joint graph exists and would skip the partitioner: off for our graphs.
     # Inductor's own cache of generated code stays on; it is keyed by the two graphs and by the partitioner's uuid.
     # Backward is compiled at once too, so that its code can be accounted for before the first step.
-    with functorch_config(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
+    with functorch_config(enable_autograd_cache=False, force_non_lazy_backward_lowering=True, **_making_views(replays_views)):
         compiled: Any = compile_fx(module, list(inputs), inner_compile=inner, config_patches=patches)
     run: Callable[..., Any] = compiled
     return run
