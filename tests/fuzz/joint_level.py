@@ -22,6 +22,7 @@ from joint import unit_price
 from measure import event_peak_bytes, storage_bytes
 from net import Net, Rendered, Seen, execute, make_inputs, make_net, same_bits, tagged_checkpoint, train_step
 from torch import Tensor, fx
+from torch.utils.checkpoint import set_checkpoint_early_stop
 from verdict import Outcome, Verdict, coarsest_eps, judge, named
 
 from dyngran.compiler import capture as capturing
@@ -230,7 +231,8 @@ def eager(program: Program) -> Seen:
     """The truth."""
     net = make_net(program)
     torch.manual_seed(TRAIN_SEED)
-    return train_step(program, net, net, make_inputs(program, program.rows))
+    with set_checkpoint_early_stop(False):  # stopped early, rrelu's noise is read before it is drawn (pytorch issue 193671)
+        return train_step(program, net, net, make_inputs(program, program.rows))
 
 
 def stock(program: Program) -> Seen:
@@ -258,11 +260,13 @@ def _check(program: Program, *, is_measured: bool) -> Verdict:
         except Exception as other:  # noqa: BLE001 - whatever stops stock
             return Verdict(Outcome.DISCARDED, f"stock: {named(other)}")
         return Verdict(Outcome.FAILED, f"stops: {named(error)}", "".join(traceback.format_exception(error))[-2000:])
-    verdict = judge(want, got, partial(stock, program), eps=coarsest_eps(want))
+    verdict = judge(want, got, partial(stock, program), eps=coarsest_eps(want, program))
     if not verdict.outcome.is_counted:
-        return replace(verdict, details=f"{verdict.details}; plan: {traced.plans[traced.trained].name if traced.plans else 'none'}")
-    if len(traced.runs) < 2:
-        return replace(verdict, reason="no backward graph")  # nothing that needs a gradient, or no gradient that arrives
+        verdict = replace(verdict, details=f"{verdict.details}; plan: {traced.plans[traced.trained].name if traced.plans else 'none'}")
+    if verdict.outcome is Outcome.FAILED:
+        return verdict
+    if len(traced.runs) < 2:  # nothing that needs a gradient, or no gradient that arrives
+        return replace(verdict, reason="no backward graph") if verdict.outcome.is_counted else verdict
     for place, (plan, cut) in enumerate(zip(traced.plans, traced.cuts, strict=True)):
         if place != traced.trained and (bad := differences_of_cut(traced, *cut)):
             return Verdict(Outcome.FAILED, f"plans differ: {bad[0].split(':')[0]}", f"{plan.name}: {', '.join(bad)}")

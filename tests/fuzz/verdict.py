@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
+from grammar import Program
 from net import Seen, differences, relative_error
 
 ROUNDING_EPS = (
     2048  # how far rounding that tracing moves may carry, in eps of the coarsest dtype of the program: another mask is above 1e-1
 )
+
+HALF = ("autocast", "cast")  # operations after which numbers may have passed through bfloat16
 
 
 class Outcome(Enum):
@@ -72,6 +75,9 @@ def judge(want: Seen, got: Seen, stock: Callable[[], Seen], *, eps: float) -> Ve
     return Verdict(Outcome.FAILED, f"{kind} in {', '.join(kinds)}", details)
 
 
-def coarsest_eps(seen: Seen) -> float:
-    """Of what the step gave, and of the half-precision that a program may pass through."""
-    return max((torch.finfo(value.dtype).eps for value in seen.values() if value is not None and value.is_floating_point()), default=0.0)
+def coarsest_eps(seen: Seen, program: Program) -> float:
+    """Of what the step gave, and of the half precision that the program passes through."""
+    dtypes = {value.dtype for value in seen.values() if value is not None and value.is_floating_point()}
+    if any(step.op in HALF for step in program.steps):
+        dtypes.add(torch.bfloat16)
+    return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
