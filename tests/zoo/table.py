@@ -38,7 +38,7 @@ and by dyngran: without a budget, at the least budget that is not refused, and h
 too. Compared are the loss, every gradient, every buffer and the state of the random generator: "equal" is bit for bit (under
 `codegen="eager"` against stock's `aot_eager` where that differs from plain torch), "close" is within 0.2 % of a tensor's largest entry.
 "Runs again" counts operators at the floor; "transient cut" is the share of what the free step adds to parameters, buffers and inputs. Peaks
-are measured: allocation events on the CPU, the allocator's counter on a card. `make zoo` trains it;
+are measured: allocation events on the CPU, the allocator's counter on a card, where cuBLAS's workspaces count too. `make zoo` trains it;
 `python tests/zoo/table.py -o docs/zoo.md` makes this page.
 
 """
