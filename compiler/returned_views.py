@@ -5,7 +5,7 @@ AOTAutograd makes a returned view anew when it returns: of what it is a view of,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, fx
@@ -14,12 +14,16 @@ from dyngran.compiler import torch_private
 
 
 def detach_cut_views(module: fx.GraphModule) -> None:
-    """Return views that were made under ``no_grad`` detached: made anew, outside of it, they would have a gradient."""
+    """Return views that were made under ``no_grad`` detached: made anew, outside of it, they would have a gradient.
+
+    Views of what has no gradient stay views: where the caller writes something with a gradient into one, what it is a view of gets it.
+    """
     if not module.graph.find_nodes(op="call_function", target=torch_private.SETS_GRAD_MODE):
         return
     (output,) = module.graph.find_nodes(op="output")
-    for node, value in _returned(module):
-        if _is_cut_view(node, value):
+    with_gradient = {value.untyped_storage()._cdata for _, value in _tensors(module.graph.nodes) if value.requires_grad}
+    for node, value in list(_tensors(output.all_input_nodes)):
+        if value.untyped_storage()._cdata in with_gradient and _is_cut_view(node, value):
             with module.graph.inserting_before(output):
                 detached = module.graph.call_method("detach", (node,))
             detached.meta = {**node.meta, "example_value": value.detach()}
@@ -33,13 +37,15 @@ def can_replay_views(module: fx.GraphModule) -> bool:
     Where a view and something without a gradient in the same memory are returned, as in ``return y, y.detach()``, AOTAutograd takes the
     view for the base of the other, and applies the view to it twice.
     """
-    with_gradient = {value.untyped_storage()._cdata for _, value in _returned(module) if value.requires_grad and value._base is not None}
-    return not any(value.untyped_storage()._cdata in with_gradient for _, value in _returned(module) if not value.requires_grad)
-
-
-def _returned(module: fx.GraphModule) -> Iterator[tuple[fx.Node, Tensor]]:
     (output,) = module.graph.find_nodes(op="output")
-    for node in output.all_input_nodes:
+    returned = [value for _, value in _tensors(output.all_input_nodes)]
+    with_gradient = {value.untyped_storage()._cdata for value in returned if value.requires_grad and value._base is not None}
+    return not any(value.untyped_storage()._cdata in with_gradient for value in returned if not value.requires_grad)
+
+
+def _tensors(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, Tensor]]:
+    """Those of the nodes that stand for plain tensors, with what Dynamo knows of them."""
+    for node in nodes:
         value = node.meta.get("example_value")
         if isinstance(value, Tensor) and value.layout is torch.strided:
             yield node, value

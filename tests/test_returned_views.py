@@ -97,3 +97,20 @@ def test_a_view_made_under_no_grad_of_an_input_has_no_gradient() -> None:
     _, view = torch.compile(view_of_an_input, backend="dyngran", options={"codegen": "eager"})(x)
     assert not view.requires_grad
     assert view.data_ptr() == x[:, 1:].data_ptr()
+
+
+def view_without_gradient(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    with torch.no_grad():
+        scale = weight.abs()
+    return x[1:], x * weight * scale
+
+
+@pytest.mark.parametrize("options", [{"backend": "aot_eager"}, {"backend": "dyngran", "options": {"codegen": "eager"}}])
+def test_a_caller_who_writes_into_a_returned_view_gives_its_base_a_gradient(options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    x, weight = torch.ones(3, 4), torch.ones(3, 4, requires_grad=True)
+    view, _ = torch.compile(view_without_gradient, **options)(x, weight)
+    view.mul_(weight[1:])
+    x.sum().backward()  # type: ignore[no-untyped-call]
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.ones(3, 4).index_fill(0, torch.tensor(0), 0.0))
