@@ -149,6 +149,8 @@ class PlannedGraph:
         if torch_private.is_in_backward() and (again := self._ran_with.get(situation.sizes)) is not None:
             return self._repeat(again, args)
         self._check_outputs()
+        if self.plan is None and not torch_private.is_in_backward():
+            self.chain.note_run(self)  # forward may begin with a graph that needs no backward
         if self._notice_carried() or self._num_calls < WATCHED_CALLS:
             self._num_calls += 1
             self._look(args, self._serving(situation))

@@ -222,6 +222,32 @@ def test_a_break_that_no_graph_followed_ends_with_its_backward() -> None:
     assert sizes([*graphs_of(first), *graphs_of(other)]) == [1, 1]
 
 
+class Scaled(nn.Module):
+    """Begins with a graph that needs no backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = Tower(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.abs()
+        torch._dynamo.graph_break()
+        return (self.tower(x) * scale).square().mean()
+
+
+def test_training_at_the_least_peak_goes_on_where_the_first_graph_needs_no_backward() -> None:
+    x = torch.randn(ROWS, WIDTH)
+    with pytest.raises(BudgetTooSmall) as refused:
+        compiled(Scaled(), 1)(x)
+    torch._dynamo.reset()
+    model = Scaled()
+    step = compiled(model, refused.value.least_peak_bytes)
+    for _ in range(4):
+        step(x).backward()
+        model.zero_grad(set_to_none=True)
+    assert not any("planned again" in note for one in graphs_of(step) for note in one.notes)
+
+
 def test_a_later_graph_that_is_compiled_again_knows_those_before_it() -> None:
     step = Step(None)
     step.run()
