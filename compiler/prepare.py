@@ -97,9 +97,11 @@ def _copy_overwritten_inputs(joint: fx.GraphModule, num_fwd_outputs: int) -> Non
         is_returned = any(node.meta.get("desc") == descriptor for descriptor in mutated)
         if not isinstance(node.meta.get("val"), torch.Tensor) or not (is_returned or any(_overwrites(u, node) for u in node.users)):
             continue
-        windows = _strided_windows(node)
+        windows, ways_there = _strided_windows(node)
         readers = [
-            user for user in node.users if user.op != "output" and user not in windows and not torch_private.is_copy_into(user, node)
+            user
+            for user in node.users
+            if user.op != "output" and user not in (*windows, *ways_there) and not torch_private.is_copy_into(user, node)
         ]
         if not any(reader in feeds_backward for reader in (*readers, *windows)):
             continue
@@ -108,17 +110,39 @@ def _copy_overwritten_inputs(joint: fx.GraphModule, num_fwd_outputs: int) -> Non
                 _copy_for(joint.graph, source, mine)
 
 
-def _strided_windows(placeholder: fx.Node) -> list[fx.Node]:
-    """Every ``as_strided`` of an input, made to read the input itself: it sees all memory that the input lies in, which a copy has not."""
-    aliases, windows = {placeholder}, list[fx.Node]()
-    for node in placeholder.graph.nodes:
+def _strided_windows(placeholder: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Every ``as_strided`` of an input, made to read the input itself: it sees all memory that the input lies in, which a copy has not.
+
+    One that begins where a view does, at an offset that only the view knows, gets views of its own; those come second.
+    """
+    aliases, windows, ways_there = {placeholder}, list[fx.Node](), list[fx.Node]()
+    for node in list(placeholder.graph.nodes):
         if aliased_argument(node) not in aliases:
             continue
         aliases.add(node)
         if node.target is aten.as_strided.default:
-            node.args = (placeholder, *node.args[1:3], node.args[3] if len(node.args) > 3 else node.meta["val"].storage_offset())
+            offset = node.args[3] if len(node.args) > 3 else node.meta["val"].storage_offset()
+            if isinstance(offset, (int, fx.Node)):
+                node.args = (placeholder, *node.args[1:3], offset)
+            else:
+                ways_there.extend(_view_again(placeholder, node))
             windows.append(node)
-    return windows
+    return windows, ways_there
+
+
+def _view_again(placeholder: fx.Node, window: fx.Node) -> list[fx.Node]:
+    """Copies of the views that lead from an input to ``window``, which then reads those."""
+    views = list[fx.Node]()
+    while (below := aliased_argument([window, *views][-1])) is not placeholder:
+        assert below is not None
+        views.append(below)
+    copies = {placeholder: placeholder}
+    with placeholder.graph.inserting_before(window):
+        for view in reversed(views):
+            copies[view] = placeholder.graph.node_copy(view, lambda argument: copies.get(argument, argument))
+    if views:
+        window.replace_input_with(views[0], copies[views[0]])
+    return [copies[view] for view in views]
 
 
 def _copy_for(graph: fx.Graph, node: fx.Node, readers: Sequence[fx.Node]) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from dyngran.compiler import torch_private
+from dyngran.compiler.storages import aliased_argument
 
 OWN_NAMESPACES = frozenset({"aten", "prims", "prim", "inductor", "quantized_decomposed", "torchvision", "dyngran"})
 REPEATABLE_HIGHER_ORDER = frozenset({"flex_attention", "triton_kernel_wrapper_functional"})
@@ -44,4 +45,8 @@ def pin_reason(node: fx.Node) -> str:
 
 
 def _is_input_or_window(node: fx.Node) -> bool:
-    return node.op == "placeholder" or (node.target is torch.ops.aten.as_strided.default and node.all_input_nodes[0].op == "placeholder")
+    base: fx.Node | None = node
+    if node.target is torch.ops.aten.as_strided.default:
+        while base is not None and base.op != "placeholder":
+            base = aliased_argument(base)
+    return base is not None and base.op == "placeholder"

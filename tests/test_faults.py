@@ -393,6 +393,30 @@ def test_copies_of_overwritten_inputs_are_made_once_and_only_where_backward_may_
     assert len(pinned) == 2  # mean and variance; the counter of batches feeds nothing that backward reads
 
 
+def test_a_window_may_begin_where_a_view_of_an_overwritten_input_of_any_size_does() -> None:
+    def middle(_: Net, h: Tensor, state: Tensor) -> Tensor:
+        gated = h * torch.sin(state[1:].as_strided((64,), (1,)))
+        state.mul_(0.5)
+        return gated + state.sum()
+
+    def made() -> Made:
+        torch.manual_seed(0)
+        return Net(middle), (batch(), torch.linspace(-1, 1, 160).reshape(16, 10)[2:6, 1:9])
+
+    module, inputs = made()
+    want = train_step(module, module, inputs)
+    for budget in (None, "100KiB"):
+        torch.compiler.reset()
+        module, inputs = made()
+        step = torch.compile(module, backend="dyngran", options={"codegen": "eager", "budget": budget}, fullgraph=True, dynamic=True)
+        assert not wrong(want, train_step(step, module, inputs))
+        (graph,) = graphs_of(module)
+        assert graph.strategy is not None
+        assert (
+            sum(op.pinned == "copy of an input that forward overwrites" for op in graph.strategy.problem.ops) == 2
+        )  # of it, of the window
+
+
 def test_what_the_users_checkpoints_make_is_never_saved() -> None:
     graph = planned("users_checkpoints_with_dropout")
     assert graph.strategy is not None and graph.plan is not None
