@@ -58,6 +58,7 @@ _FREE = frozenset(
     }
 )
 _HOLD_ONE_MORE_RESULT = frozenset({"sort", "argsort", "topk", "native_dropout", "cumsum", "_fft_r2c", "_fft_c2r", "_fft_c2c"})
+_INDEXING = frozenset({"index", "_unsafe_index", "index_put", "_unsafe_index_put"})
 _MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_addmm_activation", "_int_mm"}) | {
     "_scaled_mm",
     "_grouped_mm",
@@ -124,7 +125,7 @@ def estimated_workspace_bytes(target: object, args: object, outputs: object) -> 
     """A guess of the bytes an operator needs beyond its results, for calls that were not run. Ours: one copy of what each kind rewrites.
 
     Convolutions reorder their largest tensor, attention backward accumulates the query's gradient in float32 (FlashAttention-2), sorts
-    and dropouts hold one more result. Everything else is counted as 0.
+    and dropouts hold one more result, and what chooses by a mask holds positions in int64. Everything else is counted as 0.
     """
     if not isinstance(target, torch._ops.OpOverload):
         return 0
@@ -135,7 +136,21 @@ def estimated_workspace_bytes(target: object, args: object, outputs: object) -> 
         return 4 * writes[0].num_elements if writes else 0
     if base_name(target) in _HOLD_ONE_MORE_RESULT:
         return writes[0].size_bytes if writes else 0
-    return 0
+    return _positions_bytes(base_name(target), reads, writes)
+
+
+def _positions_bytes(name: str, reads: list[TensorSpec], writes: list[TensorSpec]) -> int:
+    """Most bytes of the positions that an operator with masks computes from those; measured on the CPU, where `masked_select` sums its mask
+    before there is a result, into 8 more bytes, and twice, in a copy, if the mask must be expanded first. Indexing finds all coordinates of what is chosen."""
+    masks = [tensor for tensor in reads if tensor.dtype in (torch.bool, torch.uint8)]
+    if name in _INDEXING:
+        return sum(8 * len(mask.shape) * mask.num_elements for mask in masks if mask is not reads[0])
+    if name != "masked_select" or not masks:
+        return 0
+    num_elements = max(tensor.num_elements for tensor in reads)
+    if any(tensor.num_elements < num_elements for tensor in reads):
+        return 16 * num_elements + masks[-1].num_elements + 8
+    return 8 + max(0, 8 * num_elements - sum(tensor.size_bytes for tensor in writes))
 
 
 def _is_convolution(target: torch._ops.OpOverload) -> bool:

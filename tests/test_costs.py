@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from measure import event_peak_bytes
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -14,6 +15,7 @@ from dyngran.passes.costs import (
     ATTENTION_SLOWDOWN,
     COLLECTIVE_FLOOR_US,
     CONVOLUTION_SLOWDOWN,
+    estimated_workspace_bytes,
     is_heavy,
     is_view,
     node_us,
@@ -132,6 +134,22 @@ def test_a_size_that_depends_on_data_is_priced_at_its_upper_bound() -> None:
         found = torch.nonzero(torch.ones(8))
     most = torch.empty(8, 1, dtype=torch.int64, device="meta")
     assert roofline_us(aten.relu.default, (found,), found, UNIT) == roofline_us(aten.relu.default, (most,), most, UNIT)
+
+
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [
+        (aten.masked_select.default, (torch.ones(64, 32), torch.ones(64, 32, dtype=torch.bool))),
+        (aten.masked_select.default, (torch.ones(64, 32), torch.ones(32, dtype=torch.bool))),
+        (aten.index.Tensor, (torch.ones(64, 32), [torch.ones(64, 32, dtype=torch.bool)])),
+        (aten.index.Tensor, (torch.ones(64, 32), [torch.ones(64, dtype=torch.bool)])),
+        (aten.index_put.default, (torch.ones(64, 32), [torch.ones(64, 32, dtype=torch.bool)], torch.ones(2048))),
+    ],
+)
+def test_what_chooses_by_a_mask_needs_no_more_than_is_estimated(target: Any, args: tuple[Any, ...]) -> None:
+    result = target(*args)  # all is chosen: its upper bound
+    need_bytes = event_peak_bytes(lambda: target(*args)) - result.numel() * result.element_size()
+    assert 0 < need_bytes <= estimated_workspace_bytes(target, args, result) <= need_bytes + 64 * 32 * 8
 
 
 def test_signatures_are_equal_exactly_when_the_call_is() -> None:
