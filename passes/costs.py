@@ -140,8 +140,11 @@ def estimated_workspace_bytes(target: object, args: object, outputs: object) -> 
 
 
 def _positions_bytes(name: str, reads: list[TensorSpec], writes: list[TensorSpec]) -> int:
-    """Most bytes of the positions that an operator with masks computes from those; measured on the CPU, where `masked_select` sums its mask
-    before there is a result, into 8 more bytes, and twice, in a copy, if the mask must be expanded first. Indexing finds all coordinates of what is chosen."""
+    """Most bytes of the positions that an operator with masks computes from those; measured on the CPU.
+
+    `masked_select` sums its mask there before it has a result; one that must be expanded it copies, and sums twice. Indexing finds all
+    coordinates of what is chosen.
+    """
     masks = [tensor for tensor in reads if tensor.dtype in (torch.bool, torch.uint8)]
     if name in _INDEXING:
         return sum(8 * len(mask.shape) * mask.num_elements for mask in masks if mask is not reads[0])
