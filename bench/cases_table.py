@@ -25,7 +25,7 @@ def main() -> None:
 def line(one: dict[str, Any]) -> str:
     """One case. A budget that was refused stands as the least that the refusal names."""
     rows = one["rows"]
-    cells = [one["case"], "right" if one["status"] == "ok" else "see below", str(rows[0]["peak"]) if rows else ""]
+    cells = [one["case"], "right" if one["status"] == "ok" else "see above", str(rows[0]["peak"]) if rows else ""]
     for number in (1, 2):
         cells.append(budget_and_peak(rows[number]) if len(rows) > number else "")
     differs = one.get("error") or "; ".join(str(row["bad"]) for row in rows if row["bad"])

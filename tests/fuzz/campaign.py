@@ -50,8 +50,8 @@ class Campaign:
         """Blocks of this level that ran on these versions."""
         return [line for line in self.lines if line["level"] == self.level and line["versions"] == self.versions]
 
-    def is_done(self, first: int) -> bool:
-        return any(line["first"] == first for line in self.mine())
+    def is_done(self, first: int, end: int) -> bool:
+        return any(line["first"] <= first and end <= line["end"] for line in self.mine())
 
     def run_block(self, first: int, end: int) -> None:
         """Runs these seeds in one process, and in another from where it dies."""
@@ -105,7 +105,8 @@ class Campaign:
         """Prints the counts of all blocks that are done on these versions; 1 if any program failed."""
         outcomes: Counter[str] = Counter()
         reasons: Counter[str] = Counter()
-        for line in self.mine():
+        widest = {line["first"]: line for line in sorted(self.mine(), key=lambda line: line["end"])}
+        for line in widest.values():
             outcomes.update(line["outcomes"])
             reasons.update(line["reasons"])
         num = sum(outcomes.values())

@@ -23,12 +23,16 @@ BLOCK = 100
 
 
 def main() -> int:
+    from forks import end_on_sigterm
+    from shards import shard
+
+    end_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--level", choices=("joint", "compile"), required=True)
     parser.add_argument("--programs", type=int, default=1000, help="number of seeds")
     parser.add_argument("--seed-from", type=int, default=0, help="the first seed")
-    parser.add_argument("--state", type=Path, help="JSON-lines file of what is done; without it nothing is remembered")
-    parser.add_argument("--shard", default="1/1", help="i/n: only every n-th block of seeds, from the i-th on")
+    parser.add_argument("--state", type=Path, help="JSON-lines file of the blocks that are done; without it nothing is remembered")
+    parser.add_argument("--shard", type=shard, default="1/1", help="i/n: only every n-th block of seeds, from the i-th on")
     parser.add_argument("--only", type=int, help="one seed, with its program and what it says")
     parser.add_argument("--no-shrink", action="store_true", help="failures are counted, and not written to the corpus")
     args = parser.parse_args()
@@ -43,12 +47,12 @@ def main() -> int:
             faulthandler.enable()  # says where a process was killed
             return show_seed(args.level, args.only)
         campaign = Campaign(args.level, args.state, shrinks=not args.no_shrink)
-        shard, num_shards = (int(part) for part in args.shard.split("/"))
+        part, parts = args.shard
         blocks = range(args.seed_from, args.seed_from + args.programs, BLOCK)
         for number, first in enumerate(blocks):
-            if number % num_shards != shard - 1 or campaign.is_done(first):
-                continue
-            campaign.run_block(first, min(first + BLOCK, args.seed_from + args.programs))
+            end = min(first + BLOCK, args.seed_from + args.programs)
+            if number % parts == part - 1 and not campaign.is_done(first, end):
+                campaign.run_block(first, end)
         return campaign.summary()
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -215,11 +215,24 @@ def test_a_campaign_goes_on_where_it_stopped_and_starts_anew_for_another_product
     Campaign("joint", state).run_block(0, 3)
     again = Campaign("joint", state)
     assert again.lines[0]["outcomes"] == {"same": 2, "discarded": 1}
-    assert again.is_done(0) and not again.is_done(3)
-    assert not Campaign("compile", state).is_done(0)
+    assert again.is_done(0, 3) and not again.is_done(3, 5)
+    assert not Campaign("compile", state).is_done(0, 3)
     assert again.summary() == 0
     assert "3 programs" in capsys.readouterr().out
-    assert not Campaign("joint", state, versions={"torch": "0", "product": "another"}).is_done(0)
+    assert not Campaign("joint", state, versions={"torch": "0", "product": "another"}).is_done(0, 3)
+
+
+def test_a_block_that_was_cut_short_is_run_again_and_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant(monkeypatch, lambda _program, _has_more: Verdict(Outcome.SAME))
+    campaign = Campaign("joint", tmp_path / "state.jsonl")
+    campaign.run_block(0, 2)
+    assert not campaign.is_done(0, 5)
+    campaign.run_block(0, 5)
+    assert campaign.is_done(0, 5)
+    assert campaign.summary() == 0
+    assert "5 programs" in capsys.readouterr().out.splitlines()[-2]
 
 
 # Programs that end their process, or never end. The fatal one is the fourth of a block

@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 import time
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from itertools import takewhile
@@ -27,7 +28,8 @@ else:
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests, which import one another by name
 
 import torch
-from forks import run_jobs
+from forks import end_on_sigterm, run_jobs
+from shards import shard
 
 from zoo.entries import FAST, installed, make_of, names
 from zoo.rows import decode, encode, read_rows, versions, write_rows
@@ -39,13 +41,17 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def main() -> int:
+    end_on_sigterm()
     arguments = parsed()
     path = arguments.rows or RESULTS / f"{arguments.device}-{arguments.codegen}.jsonl"
     found = versions(arguments.device)
     chosen = [name for name in names() if not arguments.only or name.startswith(tuple(arguments.only))]
     chosen = [name for name in chosen if not arguments.fast or name in FAST]
-    shard, _, of = arguments.shard.partition("/")
-    chosen = chosen[int(shard) - 1 :: int(of)]
+    if not chosen:
+        near = get_close_matches(arguments.only[0], names(), n=3) if arguments.only else []
+        sys.exit(f"no model's name begins with {' or '.join(arguments.only)}" + f"; did you mean {' or '.join(near)}?" * bool(near))
+    part, parts = arguments.shard
+    chosen = chosen[part - 1 :: parts]
     before = {row.name: row for row in read_rows(path)}
     done = {name for name, row in before.items() if is_whole(row) and (arguments.keep or same(row.versions, found))}
     jobs = [(name, partial(train, name, arguments.device, arguments.codegen, found)) for name in chosen if name not in done]
@@ -77,7 +83,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--codegen", choices=["eager", "inductor"], default="eager")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rows", type=Path, help="file of rows; default: results/DEVICE-CODEGEN.jsonl beside this script")
-    parser.add_argument("--shard", default="1/1", help="which part of the zoo: 2/4 is the second of four")
+    parser.add_argument("--shard", type=shard, default="1/1", help="which part of the zoo: 2/4 is the second of four")
     parser.add_argument("--only", nargs="*", default=[], help="what names begin with, as timm/ or transformers/llama")
     parser.add_argument("--fast", action="store_true", help="the subset that CI trains")
     parser.add_argument(

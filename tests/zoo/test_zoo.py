@@ -100,6 +100,41 @@ def test_a_job_that_dies_hangs_or_answers_is_told_apart() -> None:
     assert found == {"dies": (None, "killed by SIGKILL"), "hangs": (None, "not done after 5 s"), "answers": ("x" * 100_000, "")}
 
 
+STOPPED = """
+import os, sys, time
+
+sys.path.insert(0, os.getcwd())
+from forks import end_on_sigterm, run_jobs
+
+def job() -> str:
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+    return ""
+
+end_on_sigterm()
+list(run_jobs([("sleeps", job)], num_processes=1, timeout_s=600))
+"""
+
+
+def test_a_run_that_is_stopped_leaves_no_process() -> None:
+    run = subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True, cwd=FOLDER.parent)
+    assert run.stdout is not None
+    job = int(run.stdout.readline())
+    run.terminate()
+    assert run.wait(timeout=60) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(job, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"), [(["--shard", "5/4"], "2/4 is the second of four"), (["--only", "transformers/brt"], "bert")]
+)
+def test_a_part_of_the_zoo_that_does_not_exist_is_refused(arguments: list[str], told: str) -> None:
+    done = subprocess.run([sys.executable, str(FOLDER / "run.py"), *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert told in done.stderr
+
+
 def test_what_was_stopped_for_its_time_is_trained_again() -> None:
     row = good()
     assert is_whole(row)
