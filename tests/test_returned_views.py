@@ -57,7 +57,7 @@ def step(run: Function) -> dict[str, Tensor | bool]:
     x = torch.linspace(-1, 1, 12).reshape(3, 4).requires_grad_()
     outputs = run(x)
     weighted = [output.square().sum() * (place + 1) for place, output in enumerate(outputs) if output.is_floating_point()]
-    torch.stack(weighted).sum().backward()  # type: ignore[no-untyped-call]
+    torch.autograd.backward(torch.stack(weighted).sum())
     assert x.grad is not None
     seen: dict[str, Tensor | bool] = {"gradient": x.grad}
     return seen | {f"output {place}": output.detach() for place, output in enumerate(outputs)}
@@ -111,6 +111,6 @@ def test_a_caller_who_writes_into_a_returned_view_gives_its_base_a_gradient(opti
     x, weight = torch.ones(3, 4), torch.ones(3, 4, requires_grad=True)
     view, _ = torch.compile(view_without_gradient, **options)(x, weight)
     view.mul_(weight[1:])
-    x.sum().backward()  # type: ignore[no-untyped-call]
+    torch.autograd.backward(x.sum())
     assert weight.grad is not None
     assert torch.equal(weight.grad, torch.ones(3, 4).index_fill(0, torch.tensor(0), 0.0))
