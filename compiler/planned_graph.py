@@ -280,7 +280,11 @@ class PlannedGraph:
     def _rung_for(self, situation: Situation, args: Sequence[Any]) -> Rung:
         """The callable for a situation not met before: one whose plan covers it, else one planned and compiled now, by one thread."""
         with torch_private.compile_lock():
-            return self._serving(situation) or self._new_rung(situation, args)
+            try:
+                return self._serving(situation) or self._new_rung(situation, args)
+            except DyngranError:
+                StepChain.leave()
+                raise
 
     def _new_rung(self, situation: Situation, args: Sequence[Any]) -> Rung:
         if any(known.gradient_bytes and known.sizes == situation.sizes for known in self._rungs):

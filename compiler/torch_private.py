@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import inspect
 import operator
 import os
 import sys
@@ -48,6 +49,7 @@ RESUME_NAMES = ("__resume_at", "torch_dynamo_resume_in")
 LEAVING = ("RETURN", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE")  # opcodes after which the next is not run
 MAX_NESTING = 8  # of containers in a function's variables
 MAX_NODES = 100_000  # of autograd's graph that are looked at
+UNSHARED_REFERENCES = 3  # to a dict: of whom it belongs to, of the variable that it is in, and of who counts them
 USER_RECOMPUTES = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
@@ -955,22 +957,41 @@ def tensors_of_frame() -> list[torch.Tensor]:
     hold, whether the graph reads them or not. None outside of a compilation."""
     from torch._dynamo.output_graph import OutputGraph
 
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and not isinstance(frame.f_locals.get("self"), OutputGraph):
-        frame = frame.f_back
-    return [] if frame is None else list(_tensors_held(list(frame.f_locals["self"].local_scope.values()), MAX_NESTING))
+    for frame in _running_frames():
+        owner = _variable(frame, "self")
+        if isinstance(owner, OutputGraph):
+            return list(_tensors_held(list(owner.local_scope.values()), MAX_NESTING))
+    return []
 
 
 def modules_being_called() -> list[torch.nn.Module]:
     """Modules whose methods this thread is in, innermost first."""
-    found: dict[int, torch.nn.Module] = {}
-    frame: FrameType | None = sys._getframe()
+    owners = [_variable(frame, "self") for frame in _running_frames()]
+    return list({id(owner): owner for owner in owners if isinstance(owner, torch.nn.Module)}.values())
+
+
+def _running_frames() -> Iterator[FrameType]:
+    """Those of this thread, from the caller's on, the innermost first."""
+    frame = sys._getframe().f_back
     while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, torch.nn.Module):
-            found.setdefault(id(owner), owner)
+        yield frame
         frame = frame.f_back
-    return list(found.values())
+
+
+def _variable(frame: FrameType, name: str) -> object:
+    """A variable of a function that is running; None if it has none of this name.
+
+    Until Python 3.13 reading one leaves a copy of all of them in the frame, in which what the function drops afterwards, a batch perhaps,
+    would live until it returns. The copy is emptied here, unless somebody else has asked for it before and holds it.
+    """
+    code = frame.f_code
+    if not code.co_flags & inspect.CO_OPTIMIZED or name not in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
+        return None
+    variables = frame.f_locals
+    found = variables.get(name)
+    if type(variables) is dict and sys.getrefcount(variables) <= UNSHARED_REFERENCES:
+        variables.clear()
+    return found
 
 
 def _tensors_held(value: object, depth: int) -> Iterator[torch.Tensor]:
@@ -1038,16 +1059,16 @@ class GivenUpWatch:
             return
         new = [reason for reason, count in counters["graph_break"].items() if count > before.get(reason, 0)]
         reason = str(error) if isinstance(error, Unsupported) else new[-1] if new and error is None else ""
-        frame: FrameType | None = sys._getframe() if reason else None
-        while frame is not None:
-            code, compiler = frame.f_locals.get("code"), frame.f_locals.get("compiler_fn")
-            if frame.f_code.co_name == "_compile" and isinstance(code, CodeType) and compiler is not None:
+        for frame in _running_frames() if reason else ():
+            if frame.f_code.co_name != "_compile":
+                continue
+            code, compiler = _variable(frame, "code"), _variable(frame, "compiler_fn")
+            if isinstance(code, CodeType) and compiler is not None:
                 inner = getattr(compiler, "_torchdynamo_orig_backend", compiler)
                 place = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
                 given_up = GivenUp(code.co_name, place, reason.strip().splitlines()[0].rstrip(".") + ".")
                 self._tell(CompiledFor(getattr(inner, "compiler_fn", inner), getattr(inner, "kwargs", {})), given_up)
                 return
-            frame = frame.f_back
 
 
 def is_in_backward() -> bool:
@@ -1074,11 +1095,7 @@ def _compiled_frames() -> Iterator[FrameType]:
     """Of the calls that are being run, those of code that Dynamo has made."""
     from torch._dynamo.convert_frame import output_codes
 
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code in output_codes:
-            yield frame
-        frame = frame.f_back
+    return (frame for frame in _running_frames() if frame.f_code in output_codes)
 
 
 def _resumes_after(frame: FrameType) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 import dyngran
 from dyngran.compiler.planned_graph import REPEAT_NOTE
 from dyngran.compiler.registry import graphs_of
-from dyngran.errors import BudgetTooSmall
+from dyngran.errors import BudgetTooSmall, NothingCompiled
 
 WIDTH, ROWS = 64, 512
 TENSOR_BYTES = 4 * WIDTH * ROWS
@@ -284,6 +286,68 @@ def test_another_batch_is_another_forward_and_so_is_what_follows_a_refusal() -> 
             budgets.append(refusal.least_peak_bytes)
     assert set(sizes(graphs_of(again))) == {2}
     assert len(budgets) > 1
+
+
+class Late(nn.Module):
+    """Makes its first graph inside of code of Dynamo's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Any:
+        torch._dynamo.graph_break()
+        return self.model(ids).tanh()
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids).sin()
+        torch._dynamo.graph_break()
+        return x.cos()
+
+
+def test_a_refusal_while_a_graph_runs_again_ends_its_forward() -> None:
+    ids, budget_bytes, was_running = torch.randint(0, 8, (ROWS,)), 1, False
+    while not was_running:
+        torch._dynamo.reset()
+        refused = compiled(Late(Looped()), budget_bytes)
+        with pytest.raises(BudgetTooSmall) as refusal:
+            refused(ids)
+        budget_bytes = refusal.value.least_peak_bytes
+        with suppress(NothingCompiled):  # the first graph was refused
+            was_running = any("planned again" in note for graph in graphs_of(refused) for note in graph.notes)
+    smaller = compiled(Late(Halves()))
+    smaller(ids).sum().backward()
+    assert set(sizes(graphs_of(smaller))) == {3}
+
+
+def test_the_first_step_holds_nothing_of_its_caller() -> None:
+    """Without the garbage collector: what Dynamo's and the caller's functions held while the graphs were compiled, and what is dropped since."""
+
+    class Loop:
+        def __init__(self) -> None:
+            self.step = compiled(Wrapped(Tower(4, breaks=True)), 2**30)
+
+        def run(self) -> tuple[list[weakref.ref[Tensor]], list[bool]]:
+            x = torch.randn(ROWS, WIDTH)
+            out = self.step(x)["out"]
+            torch.autograd.backward(out.sum())
+            seen = [weakref.ref(x), weakref.ref(out)]
+            del x, out
+            return seen, [ref() is None for ref in seen]
+
+    gc.disable()
+    try:
+        seen, was_gone = Loop().run()
+        assert was_gone == [True, True]
+        assert [ref() is None for ref in seen] == [True, True]
+    finally:
+        gc.enable()
 
 
 def test_a_forward_that_is_thrown_away_is_no_part_of_the_next() -> None:

@@ -718,6 +718,18 @@ def test_modules_that_are_being_called_are_told_from_the_inside_out() -> None:
     assert torch_private.modules_being_called() == []
 
 
+def test_variables_that_somebody_has_asked_for_stay_as_they_were() -> None:
+    class Module(nn.Module):
+        def forward(self, x: Tensor) -> tuple[list[nn.Module], dict[str, Any]]:
+            variables = locals()
+            return torch_private.modules_being_called(), variables
+
+    module, x = Module(), torch.zeros(1)
+    found, variables = module(x)
+    assert found == [module]
+    assert {"self", "x"} <= set(variables)
+
+
 class Gate(nn.Module):
     """Backward of softplus lies otherwise than torch's trace thinks when its gradient comes turned."""
 
