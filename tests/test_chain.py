@@ -327,7 +327,7 @@ def test_a_refusal_while_a_graph_runs_again_ends_its_forward() -> None:
 
 
 def test_the_first_step_holds_nothing_of_its_caller() -> None:
-    """Without the garbage collector: what Dynamo's and the caller's functions held while the graphs were compiled, and what is dropped since."""
+    """Without the garbage collector: what was held while the graphs were compiled, and what the caller drops in the course of it."""
 
     class Loop:
         def __init__(self) -> None:
