@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zoo.hub_details import FIELDS, INPUTS, merged
+
 Inputs = dict[str, Any]
 
 BATCH, NUM_TOKENS, NUM_FRAMES, NUM_SAMPLES = 4, 32, 64, 8000
@@ -132,12 +134,23 @@ def _shrunk_field(name: str, value: Any, defaults: Mapping[str, Any]) -> Any:
 
 
 def _shrunk_mapping(name: str, value: Mapping[str, Any]) -> dict[str, Any] | None:
-    if name.endswith("config") and "model_type" in value:
-        return dict(value) | shrunk(value)
+    if "model_type" in value:
+        small = shrunk(value)
+        return dict(value) | small | _stages(value, small)
     if "mrope_section" in value:  # how many of a head's pairs turn by time, height and width
         third = HEAD_DIM // 6
         return dict(value) | {"mrope_section": [HEAD_DIM // 2 - 2 * third, third, third]}
     return None
+
+
+def _stages(defaults: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a backbone inside of a model: the layers that it hands on, which are as many as before."""
+    names = defaults.get("out_features")
+    if not names or "num_hidden_layers" not in changed:
+        return {}
+    number = max(len(names), changed["num_hidden_layers"])
+    indices = list(range(number - len(names) + 1, number + 1))
+    return {"num_hidden_layers": number, "out_features": [f"stage{index}" for index in indices], "out_indices": indices}
 
 
 def _shrunk_list(name: str, values: list[int], rule: Callable[[int], int]) -> list[int]:
@@ -190,8 +203,14 @@ def build(model_type: str) -> nn.Module:
     """
     model_class, config_class, changes = _recipe(model_type)
     torch.manual_seed(0)
-    model: nn.Module = model_class(config_class(**changes))
+    model: nn.Module = model_class(_read_by(model_class, config_class(**changes)))
     return model.train()
+
+
+def _read_by(model_class: Any, config: Any) -> Any:
+    """What a model is made from: of a configuration with several parts the one of the text, if that is what the model takes."""
+    text = getattr(config, "text_config", None)
+    return text if text is not None and model_class.config_class is type(text) else config
 
 
 @cache
@@ -205,8 +224,9 @@ def _recipe(model_type: str) -> tuple[Any, Any, dict[str, Any]]:
     config_class = CONFIG_MAPPING[model_type]
     default = config_class()
     changes = shrunk(default.to_dict()) | ({"use_cache": False} if hasattr(default, "use_cache") else {})
+    changes = merged(changes, FIELDS.get(model_type, {}))
     with torch.device("meta"):
-        num_parameters = sum(p.numel() for p in model_class(config_class(**changes)).parameters())
+        num_parameters = sum(p.numel() for p in model_class(_read_by(model_class, config_class(**changes))).parameters())
     if num_parameters > MOST_PARAMETERS:
         raise ValueError(f"{num_parameters / 1e6:.0f} million parameters are left after shrinking, more than {MOST_PARAMETERS / 1e6:.0f}")
     return model_class, config_class, changes
@@ -252,4 +272,8 @@ def inputs_of(model: nn.Module, task: str) -> Inputs:
         and task in ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "SPEECH_SEQ_2_SEQ")
     ):
         out["labels"] = tokens
-    return out
+    return INPUTS.get(config.model_type, _as_they_are)(config, out)
+
+
+def _as_they_are(config: Any, inputs: Inputs) -> Inputs:
+    return inputs

@@ -18,6 +18,7 @@ from torch import Tensor
 from dyngran.compiler.planned_graph import PlannedGraph
 from dyngran.compiler.torch_private import Boxed
 from zoo.entries import FAST, make_of
+from zoo.hub_details import FIELDS, INPUTS, merged
 from zoo.rows import encode, read_rows, write_rows
 from zoo.table import section
 from zoo.trial import Row, Trial, Way, said_not_planned
@@ -55,6 +56,19 @@ def test_a_model_that_stock_trains_must_train(budget: str, status: str) -> None:
     assert len(faults(row)) == 1 and budget in faults(row)[0]
     row.stock = Way("fails")
     assert faults(row) == []
+
+
+def test_what_is_said_of_a_single_model_type_is_of_one_that_there_is() -> None:
+    pytest.importorskip("transformers")
+    from zoo.hub_models import model_types
+
+    assert {*FIELDS, *INPUTS} <= set(model_types())
+
+
+def test_more_fields_win_inside_of_nested_configurations_and_leave_the_others() -> None:
+    fields = {"layers": 2, "vision": {"size": 64, "depth": 2}}
+    assert merged(fields, {"vision": {"size": 128}, "heads": 4}) == {"layers": 2, "heads": 4, "vision": {"size": 128, "depth": 2}}
+    assert fields["vision"] == {"size": 64, "depth": 2}
 
 
 def test_a_peak_above_its_budget_and_a_budget_that_was_not_tried_are_faults() -> None:
