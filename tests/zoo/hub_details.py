@@ -13,6 +13,7 @@ Inputs = dict[str, Any]
 # Fields by model type, beside those that shrinking changes; nested configurations by their own fields.
 FIELDS: dict[str, dict[str, Any]] = {
     "align": {"projection_dim": 16, "vision_config": {"width_coefficient": 0.05, "depth_coefficient": 0.3}},
+    "cvt": {"depth": [1, 2, 3]},
     "donut-swin": {"image_size": 128},
     "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
     "efficientnet": {"width_coefficient": 0.05, "depth_coefficient": 0.3},
@@ -22,6 +23,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "layoutlmv3": {"coordinate_size": 12, "shape_size": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "lilt": {"hidden_size": 96},
+    "longcat_flash": {"qk_head_dim": 24},
+    "lw_detr": {"projector_scale_factors": [1.0]},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "expand": 2},
     "mobilebert": {"embedding_size": 64, "true_hidden_size": 64, "intra_bottleneck_size": 64},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2},
@@ -29,6 +32,15 @@ FIELDS: dict[str, dict[str, Any]] = {
     "swin": {"image_size": 128},
     "timm_backbone": {"backbone": "resnet18"},
     "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "num_hidden_layers": 8,
+        "layers_block_type": [*["linear_attention"] * 2, "hybrid", *["linear_attention"] * 4, "hybrid"],
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "mamba_dt_rank": 8,
+    },
+    "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32, "mamba_headdim": 32, "num_query_groups": 4, "kv_channels": 32},
+    "zoedepth": {"bottleneck_features": 64},
 }
 
 

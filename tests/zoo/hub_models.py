@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.hub_details import FIELDS, INPUTS, merged
-
-Inputs = dict[str, Any]
+from zoo.hub_details import FIELDS, INPUTS, Inputs, merged
 
 BATCH, NUM_TOKENS, NUM_FRAMES, NUM_SAMPLES = 4, 32, 64, 8000
 WIDTH, HEADS, HEAD_DIM, INNER, VOCABULARY, IMAGE, PATCH = 64, 4, 16, 128, 320, 64, 16
