@@ -14,11 +14,13 @@ from dyngran.compiler.loops import LoopKind, loop_kind
 from dyngran.compiler.recomputable import pin_reason
 from dyngran.compiler.storages import Storages, find_storages, num_elements, planned_device, storage_bytes
 from dyngran.passes.carry import with_carried
+from dyngran.passes.costs import base_name
 from dyngran.passes.problem import Kind, Op, Problem, Side, Value
 from dyngran.passes.profile_cache import Measurement
 from dyngran.passes.signature import guessed_size, symbol_bound
 
 TAKE_OVER = "gradients in the layout of their parameters"  # the name of the op that stands for autograd's copies
+STORAGE_COPIES = frozenset({"copy", "select_scatter", "slice_scatter", "diagonal_scatter", "as_strided_scatter"})
 CPU_RANDOM_STATE_BYTES = 5056  # torch.get_rng_state() on CPU: a Mersenne Twister
 
 Pricer = Callable[[Sequence[fx.Node], torch.device], Sequence[Measurement]]
@@ -87,6 +89,8 @@ def capture(
     forward_outputs = frozenset(returned if holds_outputs else ())
     costs = price(storages.ops, device)
     _use_measured_sizes(storages, costs)
+    if not fused:
+        _use_sizes_of_copied_storages(storages)
     ops, states = _ops(storages, node_info, costs, device)
     if epilogue:
         ops.append(_at_the_end(len(ops), "write back mutated inputs", "copy_", epilogue, pinned="mutates an input"))
@@ -147,6 +151,18 @@ def _use_measured_sizes(storages: Storages, costs: Sequence[Measurement]) -> Non
         for member, size_bytes in zip(members, cost.result_bytes, strict=True):
             if member is not None and member in storages.writes[node] and size_bytes > storages.storages[member].size_bytes:
                 storages.storages[member].size_bytes = size_bytes
+
+
+def _use_sizes_of_copied_storages(storages: Storages) -> None:
+    """Some kernels copy all of the memory that their first operand lies in, so that the result lies in its copy as the operand did: of a
+    view the result is as large as its base."""
+    for node in storages.ops:
+        if not (isinstance(node.target, torch._ops.OpOverload) and base_name(node.target) in STORAGE_COPIES):
+            continue
+        operand = node.args[0]
+        for made in storages.writes[node]:
+            for base in storages.of.get(operand, ()) if isinstance(operand, fx.Node) else ():
+                storages.storages[made].size_bytes = max(storages.storages[made].size_bytes, storages.storages[base].size_bytes)
 
 
 def _outputs(joint: JointGraph, storages: Storages) -> tuple[tuple[int, ...], frozenset[int], tuple[int, ...]]:

@@ -293,12 +293,27 @@ class Head(nn.Module):
         return self.head(x).softmax(dim=-1)
 
 
+class Columns(nn.Module):
+    """Writes late columns of a tensor one by one: copies of all the memory behind them, and not of the columns alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for column in (-3, -2, -1):
+            out[:, column] = torch.tanh(self.linear(x[:, column]))
+        return out
+
+
 MODELS = {
     "head": (lambda: MeanSquare(Head()), (4, 64, 32)),
     "sines": (Sines, (ROWS, WIDTH)),
     "mlp": (lambda: MeanSquare(mlp()), (512, 128)),
     "wide": (lambda: MeanSquare(Wide()), (512, 128)),
     "dropout": (Dropout, (ROWS, WIDTH)),
+    "columns": (lambda: MeanSquare(Columns()), (2, 128, 64)),
     "norms": (lambda: MeanSquare(nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 512), nn.SiLU(), nn.LayerNorm(512))), (512, 128)),
     "images": (lambda: MeanSquare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2))), (4, 3, 32, 32)),
 }
