@@ -34,6 +34,7 @@ class Member(Protocol):
     def parameters(self) -> list[torch.nn.Parameter]: ...
     def saved_outputs(self) -> dict[int, int]: ...
     def bytes_beside(self, counted: Container[int]) -> int: ...
+    def counted_storages(self) -> frozenset[int]: ...
 
 
 class StepChain:
@@ -163,7 +164,7 @@ class StepChain:
         total_bytes: int = sum(p.numel() * p.element_size() for p in later)
         memory = device_memory(member.device)
         if memory.allocated_bytes is None and memory.held_bytes is None:
-            counted = {storage for one in (*earlier, member) for storage in one.held}
+            counted = {storage for one in (*earlier, member) for storage in one.counted_storages()}
             total_bytes += sum(size for storage, size in storage_bytes(later, member.device).items() if storage not in counted)
         return total_bytes
 

@@ -93,6 +93,7 @@ class PlannedGraph:
         self.budget_bytes: int | None = None
         self._in_frame = storage_bytes(torch_private.tensors_of_frame(), self.device)
         self._beside_bytes: int | None = None
+        self._beside: frozenset[int] = frozenset()
         self.held: dict[int, int] = {}
         self.observer = StepObserver()
         self._returned = ReturnedOutputs(self._kinds_of_tensor())
@@ -538,9 +539,14 @@ class PlannedGraph:
         """What the graph's function held when the graph was made, without the storages in ``counted``: parameters that nothing reads, an
         attention mask of ones. Another instance of the model is taken to hold as much."""
         if self._beside_bytes is None:
-            self._beside_bytes = sum(size for storage, size in self._in_frame.items() if storage not in counted)
+            beside = {storage: size for storage, size in self._in_frame.items() if storage not in counted}
+            self._beside_bytes, self._beside = sum(beside.values()), frozenset(beside)
             self._in_frame = {}
         return self._beside_bytes
+
+    def counted_storages(self) -> frozenset[int]:
+        """By identity what is counted as held by the graph's function, and what lies beside it there."""
+        return self._beside.union(self.held)
 
     def saved_outputs(self) -> dict[int, int]:
         """What the latest forward returned that the plan saves, as far as sizes tell: bytes by identity of the storage."""

@@ -15,6 +15,7 @@ from measure import measured_peak
 from torch import Tensor, nn
 
 import dyngran
+from dyngran.compiler import torch_private
 from dyngran.compiler.planned_graph import REPEAT_NOTE
 from dyngran.compiler.registry import graphs_of
 from dyngran.errors import BudgetTooSmall, NothingCompiled
@@ -414,3 +415,25 @@ def test_a_part_without_gradients_counts_in_what_follows_it() -> None:
     static_bytes = graph.plan.static_bytes
     assert static_bytes >= weight.nbytes + x.nbytes + sum(parameter.nbytes for parameter in head.parameters())
     assert static_bytes <= weight.nbytes + x.nbytes + sum(parameter.nbytes for parameter in head.parameters()) + TENSOR_BYTES
+
+
+class Unread(nn.Module):
+    """Has parameters that no graph reads, which count where the first graph was made, and calls what takes its results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.unread = Tower(4, breaks=True), nn.Parameter(torch.ones(4 * TENSOR_BYTES))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.tower(x)
+
+
+def test_parameters_beside_the_first_graph_count_once_when_it_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Unread(), torch.randn(ROWS, WIDTH)
+    step = compiled(model, 2**30)
+    step(x).sum().backward()
+    first, _ = graphs_of(step)
+    own = first.parameters()
+    monkeypatch.setattr(torch_private, "modules_being_called", lambda: [model])
+    gradients_bytes = sum(p.nbytes for p in model.parameters()) - sum(p.nbytes for p in own)
+    assert first.chain.bytes_after(first, [x, *own]) == gradients_bytes + model.unread.nbytes  # of which the tower's function knows nothing
