@@ -148,11 +148,9 @@ INPUTS: dict[str, Callable[[Any, Inputs], Inputs]] = {
     "video_llava": _image_tokens(16),
     "videoprism": _frames,
     "videoprism_vision_model": _frames,
-    "vipllava": _image_tokens(16),
     "vjepa2": _frames,
     **dict.fromkeys(("audioflamingo3", "glmasr", "musicflamingo", "moss_transcribe_diarize"), _without("input_features")),
     **dict.fromkeys(("granite_speech", "granite_speech_plus", "qwen2_audio", "qwen3_asr", "voxtral"), _without("input_features")),
-    **dict.fromkeys(("colmodernvbert", "colqwen2", "idefics2", "idefics3", "inkling_mm_model"), _without("pixel_values")),
-    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision"), _without("pixel_values")),
-    **dict.fromkeys(("mistral3", "mistral_large4", "shieldgemma2"), _without("pixel_values")),
+    **dict.fromkeys(("colmodernvbert", "idefics2", "idefics3", "inkling_mm_model"), _without("pixel_values")),
+    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "mistral3", "mistral_large4"), _without("pixel_values")),
 }
