@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import fx
 
 from dyngran.compiler import torch_private
 from dyngran.compiler.bodies import body_workspace_bytes
+from dyngran.compiler.layouts import Layouts, real_layouts, values_of
 from dyngran.compiler.loops import LoopKind, loop_kind
 from dyngran.compiler.storages import storage_bytes, tensors_of
 from dyngran.passes.costs import is_matmul, roofline_us
@@ -19,6 +19,8 @@ from dyngran.passes.host import measure_card_spec, measure_host_spec
 from dyngran.passes.profile import OpProfiler, Request
 from dyngran.passes.profile_cache import Measurement, ProfileCache
 from dyngran.passes.signature import TensorSpec
+
+MAX_PASSES = 8  # through a graph whose kernels lay results out otherwise than traced: each pass finds what such results lead to
 
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
@@ -62,10 +64,24 @@ def price_nodes(
         limit_bytes=limit_bytes,
         plain_dispatch=torch_private.plain_dispatch,
     )
-    prices = dict(zip(profiled, profiler.measure_all([_request(node, channels_last=channels_last) for node in profiled]), strict=True))
+    prices = _measured(profiled, profiler, channels_last=channels_last, fused=fused)
     if measure and device.type == "cuda" and any(is_matmul(node.target) for node in nodes):
         _keep_matmul_workspace(device)
     return [_with_bodies(node, prices[node] if node in prices else _by_bytes(node, spec), device, fused=fused) for node in nodes]
+
+
+def _measured(profiled: Sequence[fx.Node], profiler: OpProfiler, *, channels_last: bool, fused: bool) -> dict[fx.Node, Measurement]:
+    """A price for each node, of operands that lie as they do in a step. Generated code keeps to the strides of the graph."""
+    layouts: Layouts = {}
+    prices: dict[fx.Node, Measurement] = {}
+    for _ in range(MAX_PASSES):
+        requests = [_request(node, layouts, channels_last=channels_last) for node in profiled]
+        prices = dict(zip(profiled, profiler.measure_all(requests), strict=True))
+        found = {} if fused or not profiled else real_layouts(profiled[0].graph, prices)
+        if found == layouts:
+            break
+        layouts = found
+    return prices
 
 
 def _with_bodies(node: fx.Node, price: Measurement, device: torch.device, *, fused: bool) -> Measurement:
@@ -103,15 +119,15 @@ def _is_generated(node: fx.Node) -> bool:
 
 def _touched_bytes(node: fx.Node, device: torch.device) -> int:
     """Operands, each as often as the op takes it, and results: what one measured call allocates besides its workspace."""
-    touched = (_values(node.args), _values(node.kwargs), node.meta.get("val"))
+    touched = (values_of(node.args, {}), values_of(node.kwargs, {}), node.meta.get("val"))
     return sum(storage_bytes(tensor, device, on_device=True) for item in touched for tensor in tensors_of(item))
 
 
-def _request(node: fx.Node, *, channels_last: bool) -> Request:
-    args = _values(node.args)
+def _request(node: fx.Node, layouts: Layouts, *, channels_last: bool) -> Request:
+    args = values_of(node.args, layouts)
     if channels_last and node.target in _CONVOLUTIONS:
         args = tuple(in_channels_last(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
-    return Request(node.target, args, dict(_values(node.kwargs)), node.meta.get("val"))
+    return Request(node.target, args, dict(values_of(node.kwargs, layouts)), node.meta.get("val"))
 
 
 def in_channels_last(tensor: torch.Tensor) -> torch.Tensor | TensorSpec:
@@ -127,9 +143,5 @@ def in_channels_last(tensor: torch.Tensor) -> torch.Tensor | TensorSpec:
 
 def _by_bytes(node: fx.Node, spec: DeviceSpec) -> Measurement:
     """A kernel that Inductor will generate: its own price matters only where the simulator prices op by op."""
-    cost_us = roofline_us(node.target, _values(node.args), node.meta.get("val"), spec, kwargs=dict(_values(node.kwargs)))
+    cost_us = roofline_us(node.target, values_of(node.args, {}), node.meta.get("val"), spec, kwargs=dict(values_of(node.kwargs, {})))
     return Measurement(cost_us=cost_us, workspace_bytes=0, source="roofline: generated code")
-
-
-def _values(arguments: Any) -> Any:
-    return fx.node.map_arg(arguments, lambda node: node.meta.get("val"))

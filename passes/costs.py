@@ -209,13 +209,14 @@ def _registered_flops(
     if base_name(target) == "convolution_backward":  # results that are not wanted are None: the formula asks by position
         wanted = iter(outputs)
         out = tuple(next(wanted, None) if mask else None for mask in cast("tuple[bool, ...]", args[10]))
-    return float(count(*_metas(args), **{name: _metas(value) for name, value in kwargs.items()}, out_val=out))
+    return float(count(*on_meta(args), **{name: on_meta(value) for name, value in kwargs.items()}, out_val=out))
 
 
-def _metas(value: Any) -> Any:
+def on_meta(value: Any) -> Any:
+    """The value with tensors of torch's meta device in place of `TensorSpec`, through tuples and lists."""
     if isinstance(value, TensorSpec):
         return _meta(value)
-    return type(value)(_metas(item) for item in value) if isinstance(value, (tuple, list)) else value
+    return type(value)(on_meta(item) for item in value) if isinstance(value, (tuple, list)) else value
 
 
 def _meta(tensor: TensorSpec) -> torch.Tensor:

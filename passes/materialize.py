@@ -126,20 +126,26 @@ def index_bound(target: torch._ops.OpOverload, args: tuple[object, ...]) -> Call
     return bound
 
 
-def storages(result: object) -> list[torch.UntypedStorage]:
-    """The storage of every tensor in a result, in order; a tensor without storage is left out."""
+def result_strides(result: object) -> tuple[tuple[int, ...], ...]:
+    """Strides in elements of every tensor in a result, in order; a tensor without storage is left out."""
+    return tuple(tensor.stride() for tensor in _stored(result))
+
+
+def _stored(result: object) -> list[torch.Tensor]:
+    """Every tensor with a storage, in order."""
     if isinstance(result, torch.Tensor):
-        return [result.untyped_storage()] if result.layout is torch.strided else []
+        return [result] if result.layout is torch.strided else []
     if isinstance(result, (tuple, list)):
-        return [storage for item in result for storage in storages(item)]
+        return [tensor for item in result for tensor in _stored(item)]
     return []
 
 
 def new_bytes(result: object, arguments: object) -> tuple[int, ...]:
     """Bytes that each result tensor allocated: 0 where it shares storage with an argument or an earlier result."""
-    seen = {storage.data_ptr() for storage in storages(_flatten(arguments)) if storage.nbytes()}
+    seen = {tensor.untyped_storage().data_ptr() for tensor in _stored(_flatten(arguments)) if tensor.untyped_storage().nbytes()}
     sizes = []
-    for storage in storages(result):
+    for tensor in _stored(result):
+        storage = tensor.untyped_storage()
         sizes.append(0 if storage.data_ptr() in seen else storage.nbytes())
         if storage.nbytes():
             seen.add(storage.data_ptr())

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from dyngran.passes.materialize import InputPool, new_bytes
+from dyngran.passes.materialize import InputPool, new_bytes, result_strides
 from dyngran.passes.profile_cache import Measurement
 from dyngran.passes.record_memory import Recorder, recorded
 
@@ -36,20 +36,22 @@ def measure_on_cpu(jobs: Sequence[Job], pool: InputPool, *, limit_s: float, on_p
         if isinstance(outcome, str):
             answers.append(outcome)
             continue
-        first_us, result_bytes = outcome
+        first_us, result_bytes, strides = outcome
         cost_us, source = first_us, "measured: 1 run"
         if first_us < SINGLE_RUN_US and time.perf_counter() < stop:
             runs = _time_runs(job, pool)
             cost_us, source = statistics.median(runs), f"measured: median of {len(runs)}"
         workspace_bytes = recorder.calls[index].workspace if index in recorder.calls else 0
-        answers.append(Measurement(cost_us=cost_us, workspace_bytes=workspace_bytes, source=source, result_bytes=result_bytes))
+        answers.append(
+            Measurement(cost_us=cost_us, workspace_bytes=workspace_bytes, source=source, result_bytes=result_bytes, result_strides=strides)
+        )
     return answers
 
 
 def _run_once(
     job: Job, pool: InputPool, recorder: Recorder, index: int, num_jobs: int, on_progress: Progress | None
-) -> tuple[float, tuple[int, ...]] | str:
-    """(microseconds, bytes of each result) of one marked call, or why it cannot run."""
+) -> tuple[float, tuple[int, ...], tuple[tuple[int, ...], ...]] | str:
+    """(microseconds, bytes of each result, its strides) of one marked call, or why it cannot run."""
     target, args, kwargs, needed_bytes = job
     pool.trim(needed_bytes)
     if on_progress is not None:
@@ -60,7 +62,7 @@ def _run_once(
             begin = time.perf_counter()
             result = target(*real_args, **real_kwargs)
             elapsed_us = (time.perf_counter() - begin) * 1e6
-        return elapsed_us, new_bytes(result, (real_args, real_kwargs))
+        return elapsed_us, new_bytes(result, (real_args, real_kwargs)), result_strides(result)
     except FAILURES as error:
         return first_line(error)
 

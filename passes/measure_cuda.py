@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dyngran.passes.attention_pair import is_attention_backward, with_real_forward
-from dyngran.passes.materialize import InputPool, new_bytes
+from dyngran.passes.materialize import InputPool, new_bytes, result_strides
 from dyngran.passes.measure_cpu import FAILURES, Job, Progress, first_line
 from dyngran.passes.profile_cache import Measurement
 from dyngran.passes.record_memory import CallMemory, recorded
@@ -77,6 +77,7 @@ def _measure(job: Job, pool: InputPool, device: torch.device, mark: AbstractCont
     stream.synchronize()
     total_us = (time.perf_counter() - begin) * 1e6
     result_bytes = new_bytes(result, (real_args, real_kwargs))
+    strides = result_strides(result)
     del result
 
     num_launches = max(1, min(MAX_LAUNCHES, int(BATCH_US / max(total_us, 1.0))))
@@ -96,6 +97,7 @@ def _measure(job: Job, pool: InputPool, device: torch.device, mark: AbstractCont
         workspace_bytes=max(0, allocated_bytes - sum(result_bytes)),
         source=f"measured: device time of {num_launches} launches",
         result_bytes=result_bytes,
+        result_strides=strides,
     )
 
 

@@ -36,12 +36,14 @@ class Measurement:
         source: where the numbers come from, for people: ``measured: median of 5`` or ``roofline: <why>``.
         result_bytes: bytes of storage of each result tensor as the call really allocates it, 0 for a result that shares storage with
             an argument or an earlier result; None if it was not run.
+        result_strides: strides in elements of each result tensor as the call really lays it out; None if it was not run.
     """
 
     cost_us: float
     workspace_bytes: int
     source: str
     result_bytes: tuple[int, ...] | None = None
+    result_strides: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def is_measured(self) -> bool:
@@ -144,7 +146,7 @@ class ProfileCache:
     def _path(self, settings: str) -> Path | None:
         if self._directory is None:
             return None
-        return self._directory / f"ops-v2-{hashlib.sha256(settings.encode()).hexdigest()[:16]}.jsonl"
+        return self._directory / f"ops-v3-{hashlib.sha256(settings.encode()).hexdigest()[:16]}.jsonl"
 
     def _table(self, settings: str) -> dict[str, Measurement]:
         if settings not in self._tables:
@@ -180,6 +182,7 @@ def _to_json(measurement: Measurement) -> dict[str, object]:
         "workspace_bytes": measurement.workspace_bytes,
         "source": measurement.source,
         "result_bytes": None if measurement.result_bytes is None else list(measurement.result_bytes),
+        "result_strides": None if measurement.result_strides is None else [list(stride) for stride in measurement.result_strides],
     }
 
 
@@ -188,12 +191,13 @@ def _from_json(line: str) -> tuple[str, Measurement] | None:
         return None
     try:
         entry = json.loads(line)
-        results = entry["result_bytes"]
+        results, strides = entry["result_bytes"], entry["result_strides"]
         measurement = Measurement(
             cost_us=float(entry["cost_us"]),
             workspace_bytes=int(entry["workspace_bytes"]),
             source=str(entry["source"]),
             result_bytes=None if results is None else tuple(int(size) for size in results),
+            result_strides=None if strides is None else tuple(tuple(int(step) for step in stride) for stride in strides),
         )
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None

@@ -307,6 +307,20 @@ class Columns(nn.Module):
         return out
 
 
+class Speech(nn.Module):
+    """Convolutions over time with layer norms over channels: their gradients come laid out otherwise than the graph's strides say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList([nn.Conv1d(1, 32, 10, 5), nn.Conv1d(32, 32, 3, 2), nn.Conv1d(32, 32, 3, 2)])
+        self.norms = nn.ModuleList([nn.LayerNorm(32) for _ in self.convs])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = F.gelu(norm(conv(x).transpose(1, 2)).transpose(1, 2))
+        return x
+
+
 MODELS = {
     "head": (lambda: MeanSquare(Head()), (4, 64, 32)),
     "sines": (Sines, (ROWS, WIDTH)),
@@ -314,6 +328,7 @@ MODELS = {
     "wide": (lambda: MeanSquare(Wide()), (512, 128)),
     "dropout": (Dropout, (ROWS, WIDTH)),
     "columns": (lambda: MeanSquare(Columns()), (2, 128, 64)),
+    "speech": (lambda: MeanSquare(Speech()), (4, 1, 8000)),
     "norms": (lambda: MeanSquare(nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 512), nn.SiLU(), nn.LayerNorm(512))), (512, 128)),
     "images": (lambda: MeanSquare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2))), (4, 3, 32, 32)),
 }

@@ -280,7 +280,7 @@ def test_what_the_cache_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert finding_of("cache").found == f"{tmp_path / 'store'}, not there yet"
     assert not (tmp_path / "store").exists()
     (tmp_path / "store" / "plans").mkdir(parents=True)
-    for name, size in (("ops-v2-a.jsonl", 1000), ("ops-v2-a.lock", 5), ("plans/a.json", 24), ("plans/b.json", 1000)):
+    for name, size in (("ops-v3-a.jsonl", 1000), ("ops-v3-a.lock", 5), ("plans/a.json", 24), ("plans/b.json", 1000)):
         (tmp_path / "store" / name).write_bytes(b"x" * size)
     assert finding_of("cache") == Finding(
         check="cache", status=Status.OK, found=f"{tmp_path / 'store'}, profiles: 1 (1000 B), plans: 2 (1 KiB)", advice=""

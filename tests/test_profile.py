@@ -175,7 +175,7 @@ def test_a_pool_lets_go_of_what_the_last_call_did_not_take() -> None:
 
 
 def test_the_cache_survives_processes_torn_lines_and_a_read_only_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    found = Measurement(cost_us=1.5, workspace_bytes=3, source="measured: 1 run", result_bytes=(4, 0))
+    found = Measurement(cost_us=1.5, workspace_bytes=3, source="measured: 1 run", result_bytes=(4, 0), result_strides=((1,), ()))
     ProfileCache(tmp_path).put("settings", [("a", found)])
     (path,) = tmp_path.iterdir()
     with path.open("a") as file:
