@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from dyngran.compiler import torch_private
@@ -18,12 +19,12 @@ from dyngran.passes.measure_cpu import FAILURES
 from dyngran.passes.profile_cache import Measurement
 from dyngran.passes.signature import TensorSpec, concrete, tensors_of
 
-Layouts = Mapping[fx.Node, object]
+Layouts = Mapping[fx.Node, Any]
 
 
 def real_layouts(graph: fx.Graph, prices: Mapping[fx.Node, Measurement]) -> Layouts:
     """What nodes return, with `TensorSpec` in place of fake tensors, where it lies otherwise than traced: results, and views of those."""
-    found: dict[fx.Node, object] = {}
+    found: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         price = prices.get(node)
         if price is not None and price.result_strides is not None:
@@ -65,16 +66,16 @@ def _with_strides(traced: object, strides: Iterator[tuple[int, ...]]) -> object:
 
 def _part_or_view(node: fx.Node, layouts: Layouts) -> object | None:
     """What a getitem or a view takes of a result that lies otherwise than traced; None for what makes memory of its own."""
-    args = concrete(values_of(node.args, layouts))
+    args = tuple(concrete(value) for value in values_of(node.args, layouts))
     if torch_private.is_getitem(node):
         owner, key = args
-        return owner[key]
-    if not is_view(node.target):
+        return owner[key] if isinstance(owner, tuple) and isinstance(key, int) else None
+    if not (isinstance(node.target, torch._ops.OpOverload) and is_view(node.target)):
         return None
-    kwargs = values_of(node.kwargs, layouts)
+    kwargs = {name: concrete(value) for name, value in values_of(node.kwargs, layouts).items()}
     try:
         with torch_private.plain_dispatch():
-            viewed = node.target(*on_meta(args), **{name: on_meta(concrete(value)) for name, value in kwargs.items()})
+            viewed = node.target(*on_meta(args), **{name: on_meta(value) for name, value in kwargs.items()})
     except FAILURES:  # a view that a layout forbids is traced as a copy
         return None
     return _laid_out(concrete(node.meta.get("val")), tuple(tensor.stride for tensor in tensors_of(viewed)))
