@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from torch import fx
 
-from dyngran.compiler import given_up, registry, torch_private
+from dyngran.compiler import console, given_up, registry, torch_private
 from dyngran.compiler.chain import StepChain
 from dyngran.compiler.options import parse_options
 from dyngran.compiler.planned_graph import PlannedGraph
@@ -50,4 +50,5 @@ def _refuse(error: DyngranError) -> Callable[..., Any]:
     return refuse
 
 
+console.listen()
 given_up.watch(dyngran)  # here, since of a model that is given up as a whole this function never hears
