@@ -31,7 +31,7 @@ class Member(Protocol):
     held: dict[int, int]
     runs_in_forward: int
 
-    def parameters(self) -> list[torch.nn.Parameter]: ...
+    def parameter_ids(self) -> set[int]: ...
     def saved_outputs(self) -> dict[int, int]: ...
     def bytes_beside(self, counted: Container[int]) -> int: ...
     def counted_storages(self) -> frozenset[int]: ...
@@ -155,7 +155,7 @@ class StepChain:
             return 0
         earlier = self.members_before(member)
         own = {id(tensor) for tensor in held}
-        own.update(id(parameter) for one in earlier for parameter in one.parameters())  # theirs come later
+        own.update(name for one in earlier for name in one.parameter_ids())  # theirs come later
         leaves = [t for t in held if isinstance(t, torch.nn.Parameter)]
         known = [p for optimizer in find_optimizers(leaves) for group in optimizer.param_groups for p in group["params"]]
         names = [p for module in torch_private.modules_being_called()[-1:] for _, p in module.named_parameters(remove_duplicate=False)]

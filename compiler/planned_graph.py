@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from dyngran.passes.errors import BudgetTooSmall, DyngranError, ToolMissing, for
 from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Kind
 from dyngran.passes.signature import planned_sizes
+from dyngran.runtime.identity import TensorMark
 from dyngran.runtime.observe import StepObserver
 from dyngran.runtime.optimizer_state import num_optimizers_seen
 from dyngran.runtime.returned import PLAIN, ReturnedOutputs
@@ -105,7 +105,7 @@ class PlannedGraph:
         self._kinds = input_kinds(inputs)
         self._trainable = gradients_to_come(inputs)
         self._probe = next((i for i in self._trainable if isinstance(inputs[i], torch.nn.Parameter)), None)
-        self._leaves: tuple[weakref.ref[torch.nn.Parameter], ...] = ()
+        self._leaves: tuple[TensorMark, ...] = ()
         self._follow(inputs)
         self._rungs: dict[Situation, Rung] = {}
         self._ran_with: dict[tuple[int, ...], Rung] = {}  # the latest, by sizes
@@ -129,9 +129,9 @@ class PlannedGraph:
         """Whether more graphs of the same step are known to come."""
         return torch_private.ends_in_graph_break(module) or torch_private.is_awaited()
 
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """The parameters of the latest call that are still alive."""
-        return [leaf for ref in self._leaves if (leaf := ref()) is not None]
+    def parameter_ids(self) -> set[int]:
+        """``id()`` of the parameters of the latest call that are still alive."""
+        return {leaf.id for leaf in self._leaves if leaf.is_alive()}
 
     def compile(self, inputs: Sequence[Any]) -> None:
         """First compilation, inside Dynamo. Raises what the plan refuses with, ToolMissing if the code generator lacks a compiler."""
@@ -142,7 +142,7 @@ class PlannedGraph:
         self._rungs[self._situation(inputs)] = self._rung(self._build(inputs, inputs))
 
     def __call__(self, *args: Any) -> Any:
-        if self._probe is not None and args[self._probe] is not self._leaves[0]():
+        if self._probe is not None and not self._leaves[0].is_of(args[self._probe]):
             self._follow(args)  # the same code serves another instance of the model
         if self._optimizers_seen != num_optimizers_seen():
             self._optimizers_seen, self._num_calls = num_optimizers_seen(), 0
@@ -172,7 +172,7 @@ class PlannedGraph:
 
     def _follow(self, args: Sequence[Any]) -> None:
         trainable = [] if self._probe is None else [args[self._probe]]
-        self._leaves = tuple(weakref.ref(t) for t in (*trainable, *args) if isinstance(t, torch.nn.Parameter))
+        self._leaves = tuple(TensorMark(t) for t in (*trainable, *args) if isinstance(t, torch.nn.Parameter))
         self._num_calls = 0
 
     def _situation(self, args: Sequence[Any]) -> Situation:
@@ -471,7 +471,10 @@ class PlannedGraph:
         self._held_bytes = self.static.total_bytes + self._coming_gradient_bytes + self.chain.bytes_before(self, held)
         self._reserve_bytes = self.chain.bytes_after(self, held) if self.budget_bytes is not None else 0
         self.plan = strategy.solve(
-            self.budget_bytes, held_bytes=self._held_bytes + self._reserve_bytes, tight=self._is_repeated or self.chain.continues(self)
+            self.budget_bytes,
+            held_bytes=self._held_bytes + self._reserve_bytes,
+            gradient_bytes=self.static_of((Kind.GRADIENT,)) + self._coming_gradient_bytes,
+            tight=self._is_repeated or self.chain.continues(self),
         )
         self.notes[:] = [*self.notes, *strategy.notes_of(self.plan)]
         outside = [BREAK_NOTE] * self.chain.continues(self) + [HOOKS_NOTE] * torch_private.are_saved_tensors_hooked()
@@ -518,7 +521,7 @@ class PlannedGraph:
                 budget_bytes=self.budget_bytes,
                 least_peak_bytes=self.plan.peak_bytes + self.strategy.refusal_room_bytes,
                 pinned=self.strategy.pinned_at_peak(self.plan),
-                hint=f"Its code was read. {FILE_HINT}",
+                hint=f"Its code was read. {FILE_HINT}{self.strategy.hint_of_gradients()}",
                 of_file=str(self.options.plan),
             )
         besides = self._held_bytes + self._reserve_bytes + self.strategy.margin_bytes + self.strategy.refusal_room_bytes
@@ -528,7 +531,7 @@ class PlannedGraph:
             budget_bytes=self.budget_bytes,
             least_peak_bytes=least_bytes,
             pinned=self.strategy.pinned_at_peak(self.plan),
-            hint=hint + self.strategy.hint_of_outputs(least_bytes),
+            hint=hint + self.strategy.hint_of_gradients() + self.strategy.hint_of_outputs(least_bytes),
         )
 
     def static_of(self, kinds: tuple[Kind, ...]) -> int:

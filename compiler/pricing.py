@@ -63,6 +63,7 @@ def price_nodes(
         cache=ProfileCache.default(),
         limit_bytes=limit_bytes,
         plain_dispatch=torch_private.plain_dispatch,
+        beside_profiler=torch_private.cpu_memory_events,
     )
     prices = _measured(profiled, profiler, channels_last=channels_last, fused=fused)
     if measure and device.type == "cuda" and any(is_matmul(node.target) for node in nodes):
@@ -101,7 +102,13 @@ def workspace_meter(device: torch.device, spec: DeviceSpec) -> Callable[[object,
 
     Tensors among the arguments may be `TensorSpec`. Every distinct call is run once and remembered on disk.
     """
-    profiler = OpProfiler(spec, device, cache=ProfileCache.default(), plain_dispatch=torch_private.plain_dispatch)
+    profiler = OpProfiler(
+        spec,
+        device,
+        cache=ProfileCache.default(),
+        plain_dispatch=torch_private.plain_dispatch,
+        beside_profiler=torch_private.cpu_memory_events,
+    )
 
     def measure(target: object, args: tuple[object, ...]) -> int | None:
         found = profiler.measure(target, args, {})

@@ -35,7 +35,7 @@ def graphs_of(handle: torch.nn.Module | Callable[..., Any] | None) -> list[Plann
     modules = _modules_of(handle)
     if modules:
         wanted = {id(parameter) for module in modules for parameter in module.parameters()}
-        found = [graph for graph in alive if any(id(parameter) in wanted for parameter in graph.parameters())]
+        found = [graph for graph in alive if graph.parameter_ids() & wanted]
     else:
         found = [graph for graph in alive if graph.chain is alive[-1].chain]
     if not found:

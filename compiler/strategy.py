@@ -92,7 +92,7 @@ class Strategy:
         self.file_notes: tuple[str, ...] = ()
         self.applied: AppliedPlan | None = None
         self.num_equal_before = 0
-        self._extra_bytes = 0
+        self._extra_bytes = self.gradient_bytes = 0
         self.planner = Planner(_with_stock(captured), progress=log.info, accepts=self._runnable)
         self.graph_problem = replace(bare or captured.problem, stock=self.problem.stock)
         self._rules: OrderRules | None = None
@@ -206,12 +206,13 @@ class Strategy:
             return None
         return mended
 
-    def solve(self, budget_bytes: int | None, *, held_bytes: int, tight: bool) -> Plan:
-        """The fastest known plan for a budget, given what the step holds besides.
+    def solve(self, budget_bytes: int | None, *, held_bytes: int, gradient_bytes: int = 0, tight: bool) -> Plan:
+        """The fastest known plan for a budget, given what the step holds besides; ``gradient_bytes`` of that are gradients.
 
         ``tight`` asks for the plan that leaves most to the graphs that follow in the same step.
         Raises BudgetTooSmall with the least peak of the whole step; PlanMismatch if a plan file was made for another graph.
         """
+        self.gradient_bytes = gradient_bytes
         self._extra_bytes = extra = held_bytes - self.problem.total_static_bytes + self.margin_bytes
         limit = None if budget_bytes is None else budget_bytes - extra
         try:
@@ -223,6 +224,7 @@ class Strategy:
                 pinned=error.pinned,
                 of_file=error.of_file,
                 hint=error.hint
+                + self.hint_of_gradients()
                 + self._hint_of_room(error.least_peak_bytes)
                 + (PART_HINT if tight else self.hint_of_outputs(error.least_peak_bytes)),
             ) from None
@@ -432,6 +434,15 @@ class Strategy:
         if best.schedule is None or limit <= self.problem.total_static_bytes:
             return self.planner.hint(limit, best, solver=self.options.solver)
         return "Values are made again there as often as it takes: raise the budget to the least peak or lower the batch size."
+
+    def hint_of_gradients(self) -> str:
+        """What a loop needs that zeroes gradients after forward, or adds them up: the first call does not see it."""
+        if self.gradient_bytes <= NAMED_SHARE * self.problem.total_static_bytes:
+            return ""
+        return (
+            f" {format_bytes(self.gradient_bytes)} of that peak are gradients of earlier calls, which are there while forward runs: a loop "
+            "that adds none up can call zero_grad() before it."
+        )
 
     def _hint_of_carried(self, best: Outcome) -> str:
         """What a loop needs that binds the model's outputs to a name until the next call has returned new ones."""

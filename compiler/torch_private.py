@@ -27,6 +27,7 @@ from torch._prims_common import compute_required_storage_length
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dyngran.passes.devices import CUDA_BLOCK_BYTES, CUDA_UNSPLIT_BYTES, rounded_bytes
+from dyngran.passes.record_memory import MemoryEvent
 from dyngran.passes.signature import hint
 
 Boxed = Callable[[list[Any]], Any]
@@ -818,12 +819,13 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def keep_copy(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of one of Dynamo's graphs that code generators may rewrite; it shares tensors and keeps what Dynamo notes on it."""
+    """A copy of one of Dynamo's graphs that code generators may rewrite; it shares tensors and keeps what Dynamo notes on it, but for the
+    examples of inputs, which Dynamo lets go too (with them, nobody could swap a parameter)."""
     graph = fx.Graph()
     moved: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
         moved[node] = graph.node_copy(node, moved.__getitem__)
-        moved[node].meta = dict(node.meta)
+        moved[node].meta = {key: value for key, value in node.meta.items() if key != "grapharg"}
         if hasattr(node, "_dynamo_source"):
             moved[node]._dynamo_source = node._dynamo_source  # Dynamo keeps it there
     copy = fx.GraphModule(module, graph)
@@ -894,6 +896,23 @@ def plain_dispatch() -> Iterator[None]:
 
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch._C._DisableAutocast():
         yield
+
+
+@contextlib.contextmanager
+def cpu_memory_events() -> Iterator[list[MemoryEvent]]:
+    """What this thread begins, ends and allocates on the CPU inside, in order: there once the context is left. For this torch's older
+    profiler serves, which runs beside one of the newer kind, if that was not started on this thread."""
+    from torch.autograd import profiler_legacy
+
+    autograd: Any = torch.autograd
+    session: Any = profiler_legacy.profile
+    events: list[MemoryEvent] = []
+    autograd._enable_profiler_legacy(session(profile_memory=True).config())
+    try:
+        yield events
+    finally:
+        for thread in autograd._disable_profiler_legacy():
+            events.extend(MemoryEvent(event.kind(), event.name(), event.cpu_memory_usage()) for event in thread)
 
 
 class DyngranPartitioner(CustomPartitionerFn):

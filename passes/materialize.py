@@ -67,7 +67,10 @@ class InputPool:
         ready = self._free.get(key)
         buffer = ready.pop() if ready else self._fill(key)
         self._used.append((key, buffer))
-        return buffer.as_strided(spec.shape, spec.stride)
+        real = buffer.as_strided(spec.shape, spec.stride)
+        if spec.is_conj:
+            real = real.conj()
+        return torch.ops.aten._neg_view.default(real) if spec.is_neg else real
 
     def _fill(self, key: tuple[torch.dtype, int, int]) -> torch.Tensor:
         dtype, num_elements, bound = key

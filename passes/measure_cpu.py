@@ -13,7 +13,7 @@ import torch
 
 from dyngran.passes.materialize import InputPool, new_bytes, result_strides
 from dyngran.passes.profile_cache import Measurement
-from dyngran.passes.record_memory import Recorder, recorded
+from dyngran.passes.record_memory import BesideProfiler, Recorder, recorded
 
 FAILURES = (RuntimeError, IndexError, TypeError, ValueError, AssertionError, KeyError, AttributeError)
 MAX_RUNS = 5
@@ -24,9 +24,12 @@ Progress = Callable[[int, int], None]  # (operators measured, operators in all)
 Job = tuple[torch._ops.OpOverload, tuple[object, ...], dict[str, object], int]
 
 
-def measure_on_cpu(jobs: Sequence[Job], pool: InputPool, *, limit_s: float, on_progress: Progress | None = None) -> list[Measurement | str]:
-    """One measurement per job, or the reason why there is none. Times stop being refined after ``limit_s``; bytes are always measured."""
-    with recorded(torch.device("cpu")) as recorder:
+def measure_on_cpu(
+    jobs: Sequence[Job], pool: InputPool, *, limit_s: float, on_progress: Progress | None = None, beside: BesideProfiler | None = None
+) -> list[Measurement | str]:
+    """One measurement per job, or the reason why there is none. Times stop being refined after ``limit_s``; bytes are always measured,
+    where another profiler is active by ``beside``, on a thread that is not the other's."""
+    with recorded(torch.device("cpu"), beside) as recorder:
         if recorder is None:
             return ["another profiler is active"] * len(jobs)
         first = [_run_once(job, pool, recorder, index, len(jobs), on_progress) for index, job in enumerate(jobs)]

@@ -20,7 +20,7 @@ from dyngran.passes.materialize import InputPool
 from dyngran.passes.measure_cpu import Job, Progress, measure_on_cpu
 from dyngran.passes.measure_cuda import measure_on_cuda
 from dyngran.passes.profile_cache import Measurement, ProfileCache, device_settings
-from dyngran.passes.record_memory import start_profiler_once
+from dyngran.passes.record_memory import BesideProfiler, start_profiler_once
 from dyngran.passes.signature import OpSignature, concrete, tensors_of
 
 MEASURE_FROM_BYTES = 4096  # a smaller call has no workspace that could matter and costs one launch
@@ -53,6 +53,7 @@ class OpProfiler:
         plain_dispatch: a context in which operators of the caller's thread run on real tensors as they are. With it a card's operators run
             there: cuBLAS keeps 33 MiB for every thread that multiplies, and the caller's does so in any step. Without it, and on the CPU,
             they run on a fresh thread.
+        beside_profiler: records allocations on the CPU while somebody else's profiler is active. Without it nothing is measured then.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class OpProfiler:
         limit_s: float = LIMIT_S,
         on_progress: Progress | None = None,
         plain_dispatch: Callable[[], AbstractContextManager[object]] | None = None,
+        beside_profiler: BesideProfiler | None = None,
     ) -> None:
         self.spec = spec
         self.device = device
@@ -73,6 +75,7 @@ class OpProfiler:
         self.limit_s = limit_s
         self.on_progress = on_progress
         self.plain_dispatch = plain_dispatch
+        self.beside_profiler = beside_profiler
 
     def measure(self, target: object, args: tuple[object, ...], kwargs: dict[str, object], outputs: object = None) -> Measurement:
         """`measure_all` of one call."""
@@ -161,7 +164,7 @@ class OpProfiler:
                 pool = InputPool(device, limit_bytes=self.limit_bytes)
                 if device.type == "cuda":
                     return measure_on_cuda(jobs, pool, device, limit_s=self.limit_s, on_progress=self.on_progress)
-                return measure_on_cpu(jobs, pool, limit_s=self.limit_s, on_progress=self.on_progress)
+                return measure_on_cpu(jobs, pool, limit_s=self.limit_s, on_progress=self.on_progress, beside=self.beside_profiler)
 
         start_profiler_once()
         if device.type == "cuda" and self.plain_dispatch is not None:

@@ -10,10 +10,10 @@ import bisect
 import gc
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
@@ -33,6 +33,18 @@ class CallMemory:
     allocated: int
 
 
+class MemoryEvent(NamedTuple):
+    """One event of a thread: ``kind`` is "push" and "pop" where something named begins and ends, and "memory_alloc" where ``num_bytes`` are
+    allocated, or freed if negative."""
+
+    kind: str
+    name: str
+    num_bytes: int
+
+
+BesideProfiler = Callable[[], AbstractContextManager[list[MemoryEvent]]]  # the list is filled when the context is left
+
+
 @dataclass(slots=True)
 class Recorder:
     """Marks calls while a session runs; afterwards ``calls`` has what each allocated on the device, by index."""
@@ -44,17 +56,40 @@ class Recorder:
 
 
 @contextmanager
-def recorded(device: torch.device) -> Iterator[Recorder | None]:
-    """A session of the profiler for allocations on one device; None while somebody else's is active."""
+def recorded(device: torch.device, beside: BesideProfiler | None = None) -> Iterator[Recorder | None]:
+    """A session of the profiler for allocations on one device. While somebody else's is active, ``beside`` records those of this thread on
+    the CPU; None without it."""
     with one_session:
-        if profiler_is_active():
-            yield None
-            return
         recorder = Recorder()
+        if profiler_is_active():
+            if beside is None:
+                yield None
+                return
+            with beside() as events:
+                yield recorder
+            recorder.calls.update(_calls_in_order(events))
+            return
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as session:
             yield recorder
         results = session.profiler.kineto_results if session.profiler is not None else None
         recorder.calls.update(_calls(results.events() if results is not None else [], device))
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Bytes of one call so far."""
+
+    live: int = 0
+    peak: int = 0
+    allocated: int = 0
+
+    def add(self, num_bytes: int) -> None:
+        self.live += num_bytes
+        self.peak = max(self.peak, self.live)
+        self.allocated += max(0, num_bytes)
+
+    def memory(self) -> CallMemory:
+        return CallMemory(max(0, self.peak - self.live), self.allocated)
 
 
 def _calls(events: Sequence[Any], device: torch.device) -> dict[int, CallMemory]:
@@ -63,19 +98,29 @@ def _calls(events: Sequence[Any], device: torch.device) -> dict[int, CallMemory]
     )
     starts = [mark[0] for mark in marks]
     here = getattr(torch.autograd.DeviceType, device.type.upper())  # type: ignore[attr-defined]  # torch does not export it by name
-    live: dict[int, int] = {}
-    peak: dict[int, int] = {}
-    allocated: dict[int, int] = {}
+    tallies: dict[int, _Tally] = {}
     memory = [event for event in events if event.name() == "[memory]" and event.device_type() == here]
     for event in sorted(memory, key=lambda event: event.start_ns()):
         place = bisect.bisect_right(starts, event.start_ns()) - 1
-        if place < 0 or event.start_ns() > marks[place][1]:
-            continue
-        index = int(marks[place][2].removeprefix(MARKER))
-        live[index] = live.get(index, 0) + event.nbytes()
-        peak[index] = max(peak.get(index, 0), live[index])
-        allocated[index] = allocated.get(index, 0) + max(0, event.nbytes())
-    return {index: CallMemory(max(0, peak[index] - live[index]), allocated[index]) for index in peak}
+        if place >= 0 and event.start_ns() <= marks[place][1]:
+            tallies.setdefault(int(marks[place][2].removeprefix(MARKER)), _Tally()).add(event.nbytes())
+    return {index: tally.memory() for index, tally in tallies.items()}
+
+
+def _calls_in_order(events: Sequence[MemoryEvent]) -> dict[int, CallMemory]:
+    tallies: dict[int, _Tally] = {}
+    begun: list[str] = []
+    inside: _Tally | None = None
+    for event in events:
+        if event.kind == "push":
+            begun.append(event.name)
+            if event.name.startswith(MARKER):
+                inside = tallies.setdefault(int(event.name.removeprefix(MARKER)), _Tally())
+        elif event.kind == "pop" and begun and begun.pop().startswith(MARKER):
+            inside = None
+        elif event.kind == "memory_alloc" and inside is not None:
+            inside.add(event.num_bytes)
+    return {index: tally.memory() for index, tally in tallies.items()}
 
 
 def profiler_is_active() -> bool:

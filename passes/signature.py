@@ -21,13 +21,18 @@ MAX_DATA_SIZE = 2**48  # a larger bound is torch's "anything"
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """The metadata of one tensor with concrete sizes (elements); strides of a tensor that is not strided are those of a dense one."""
+    """The metadata of one tensor with concrete sizes (elements); strides of a tensor that is not strided are those of a dense one.
+
+    ``is_conj`` and ``is_neg``: what lies in memory is to be conjugated, or negated, by whoever reads it. Most kernels copy it for that.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: str
     is_strided: bool = True
+    is_conj: bool = False
+    is_neg: bool = False
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
@@ -35,7 +40,7 @@ class TensorSpec:
         shape = tuple(hint(size) for size in tensor.shape)
         is_strided = tensor.layout is torch.strided and not tensor.is_quantized
         stride = tuple(hint(step) for step in tensor.stride()) if is_strided else dense_stride(shape)
-        return cls(shape, stride, tensor.dtype, str(tensor.device), is_strided)
+        return cls(shape, stride, tensor.dtype, str(tensor.device), is_strided, tensor.is_conj(), tensor.is_neg())
 
     @property
     def num_elements(self) -> int:
@@ -62,9 +67,8 @@ class TensorSpec:
         return min(self.num_elements, self.num_stored) * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return (
-            f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{list(self.stride)}@{self.device}{'' if self.is_strided else '!'}"
-        )
+        marks = "!" * (not self.is_strided) + "*" * self.is_conj + "-" * self.is_neg
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{list(self.stride)}@{self.device}{marks}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from dyngran.passes.errors import format_bytes
+from dyngran.runtime.identity import TensorMark
 from dyngran.runtime.memory import CpuAllocationTrace
 from dyngran.runtime.optimizer_state import note_optimizer
 
@@ -78,6 +79,7 @@ class StepObserver:
         self._peak_before = 0
         self._traced_peak_bytes = 0
         self._traced_live_bytes = 0
+        self._traced_results: dict[int | None, TensorMark] = {}
         self._step_us.clear()
 
     def expect(self, device: torch.device, *, static_bytes: int, peak_bytes: int | None = None) -> None:
@@ -97,15 +99,23 @@ class StepObserver:
                 self.start_forward()
             if not self._is_traced():
                 return run(args)
+            self._traced_live_bytes -= self._let_go()
+            given = {mark.memory for mark in _marks(args)}
             with CpuAllocationTrace() as trace:
                 results = run(args)
             if trace.is_exact:
                 self._traced_peak_bytes = max(self._traced_peak_bytes, self._traced_live_bytes + trace.peak_bytes)
                 self._traced_live_bytes += trace.net_bytes
+                self._traced_results |= {mark.memory: mark for mark in _marks(results) if mark.memory not in given}
             return results
 
         observed._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's mark of this calling convention
         return observed
+
+    def _let_go(self) -> int:
+        """Bytes that earlier graphs of this step returned and that are gone: written back into buffers, or dropped by the user."""
+        gone = [memory for memory, mark in self._traced_results.items() if not mark.is_alive()]
+        return sum(self._traced_results.pop(memory).num_bytes for memory in gone)
 
     def start_forward(self) -> None:
         """A forward begins: it ends the step before if no optimizer does, and opens the next one."""
@@ -115,6 +125,7 @@ class StepObserver:
             return
         self._is_open = True
         self._traced_peak_bytes = self._traced_live_bytes = 0
+        self._traced_results.clear()
         if self.device.type == "cuda" and self._is_sampled():
             stats = torch.cuda.memory_stats(self.device)
             self._static_bytes = int(stats.get("allocated_bytes.all.current", 0))
@@ -188,6 +199,10 @@ class StepObserver:
         if self._has_run_backward:
             self._sees_optimizer = True
             self.end_step()
+
+
+def _marks(values: Any) -> list[TensorMark]:
+    return [TensorMark(value) for value in values or () if isinstance(value, torch.Tensor)]
 
 
 _steps_ended = [0]

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from dyngran.passes.devices import rounded_bytes
 from dyngran.passes.profile import on_clean_thread
+from dyngran.runtime.identity import TensorMark
 
 _DRY_FAILURES = (RuntimeError, AssertionError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 _OFF = {"fused": False, "foreach": False, "capturable": False, "differentiable": False}
@@ -52,7 +53,7 @@ class StatePrediction:
 _attached: list[tuple[weakref.ref[torch.nn.Module], weakref.ref[Optimizer]]] = []
 _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _predictions: weakref.WeakKeyDictionary[Optimizer, tuple[Any, int, str]] = weakref.WeakKeyDictionary()
-_searched: dict[int, weakref.ref[Tensor]] = {}
+_searched: dict[int, TensorMark] = {}  # parameters whose optimizers were looked for, by their ids
 
 _stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # parameters each had when it stepped last
 _num_seen = [0]
@@ -106,12 +107,12 @@ def find_optimizers(params: Iterable[Tensor]) -> list[Optimizer]:
     if attached or not wanted:
         return attached
     found = [optimizer for optimizer in list(_known) if _owns_any(optimizer, wanted)]
-    if not found and any(_searched.get(key, lambda: None)() is not param for key, param in wanted.items()):
+    if not found and not all(key in _searched and _searched[key].is_alive() for key in wanted):
         for optimizer in _live_optimizers():
             _known.add(optimizer)
-        for key in [key for key, ref in _searched.items() if ref() is None]:
+        for key in [key for key, mark in _searched.items() if not mark.is_alive()]:
             del _searched[key]
-        _searched.update({key: weakref.ref(param) for key, param in wanted.items()})
+        _searched.update({key: TensorMark(param) for key, param in wanted.items()})
         found = [optimizer for optimizer in list(_known) if _owns_any(optimizer, wanted)]
     return sorted(found, key=id)
 

@@ -321,6 +321,20 @@ class Speech(nn.Module):
         return x
 
 
+class Conjugated(nn.Module):
+    """Operands that are to be conjugated or negated when they are read: kernels copy them for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(64, 64, dtype=torch.complex64) / 8) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.complex(x, x)
+        for weight in self.weights:
+            z = (z @ weight.mH).conj().tanh()
+        return torch.tanh(z.conj().imag)
+
+
 MODELS = {
     "head": (lambda: MeanSquare(Head()), (4, 64, 32)),
     "sines": (Sines, (ROWS, WIDTH)),
@@ -329,6 +343,7 @@ MODELS = {
     "dropout": (Dropout, (ROWS, WIDTH)),
     "columns": (lambda: MeanSquare(Columns()), (2, 128, 64)),
     "speech": (lambda: MeanSquare(Speech()), (4, 1, 8000)),
+    "conjugated": (lambda: MeanSquare(Conjugated()), (512, 64)),
     "norms": (lambda: MeanSquare(nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 512), nn.SiLU(), nn.LayerNorm(512))), (512, 128)),
     "images": (lambda: MeanSquare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2))), (4, 3, 32, 32)),
 }

@@ -86,6 +86,25 @@ def test_on_the_cpu_one_step_is_traced_and_is_a_bound() -> None:
     assert observer.overshoot_bytes(1) == 0
 
 
+def test_what_forward_returned_and_is_gone_is_not_there_in_backward() -> None:
+    """The new statistics of a batch norm are written back into its buffers and dropped."""
+    observer = StepObserver()
+    observer.expect(CPU, static_bytes=0)
+    buffer = torch.zeros(MIB)
+
+    def compute(args: list[Any]) -> list[torch.Tensor]:
+        (kept,) = args
+        args.clear()
+        return [torch.ones(MIB // 4), torch.ones(MIB), kept]
+
+    forward, backward = observer.around(compute, False), graphs(observer)[1]
+    for _ in range(4):
+        results = forward([buffer])
+        buffer[: MIB // 4].copy_(results.pop(0))
+        backward(results)
+    assert observer.observation.peak_bytes == 6 * MIB
+
+
 def test_a_reported_peak_is_exact_and_can_overshoot() -> None:
     observer = StepObserver()
     observer.expect(CPU, static_bytes=10, peak_bytes=100)

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
-from dyngran.compiler.torch_private import plain_dispatch
+from dyngran.compiler.torch_private import cpu_memory_events, plain_dispatch
 from dyngran.passes import profile_cache
 from dyngran.passes.devices import DEVICES, find_device
 from dyngran.passes.errors import InvalidOption
@@ -150,6 +150,20 @@ def test_it_does_not_start_a_second_profiler() -> None:
     with profile(activities=[ProfilerActivity.CPU], acc_events=True):
         found = profiler().measure_all([request(aten.mm.default, torch.rand(64, 64), torch.rand(64, 64))])[0]
     assert found.source == "roofline: another profiler is active"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_beside_another_profiler_it_finds_what_it_finds_alone(name: str) -> None:
+    target, *args = CALLS[name]
+    alone = profiler().measure_all([request(target, *args)])[0]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True):
+        found = profiler(beside_profiler=cpu_memory_events).measure_all([request(target, *args)])[0]
+    assert found.is_measured
+    assert (found.workspace_bytes, found.result_bytes, found.result_strides) == (
+        alone.workspace_bytes,
+        alone.result_bytes,
+        alone.result_strides,
+    )
 
 
 def test_indices_are_in_range_and_spread() -> None:

@@ -117,8 +117,28 @@ def test_where_all_gradients_together_never_fit_those_that_exist_are_planned_for
             if place >= num_kept:
                 layer.zero_grad()
         assert measured_peak(lambda: step(x).backward(), held(leaves, x)) <= budget_bytes or num_kept == 0
-    with pytest.raises(BudgetTooSmall):
+    with pytest.raises(BudgetTooSmall, match=r"1\.506 MiB of that peak are gradients of earlier calls, .* zero_grad\(\) before it"):
         step(x)  # all six
+
+
+def test_parameters_can_be_swapped_between_steps() -> None:
+    """`load_state_dict` and `to` do so under `torch.__future__.set_swap_module_params_on_conversion`: nobody may refer weakly to them."""
+    model, other, x = layers(2), layers(2), torch.randn(ROWS, WIDTH)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(2)
+    step = torch.compile(lambda x: model(x).square().mean(), backend="dyngran", options={**EAGER, "budget": 2**30})
+    step(x).backward()
+    expected, found = other(x).square().mean(), list(model.parameters())
+    expected.backward()
+    model.zero_grad()
+    for mine, theirs in zip(found, copy.deepcopy(other).parameters(), strict=True):
+        torch.utils.swap_tensors(mine, theirs)
+    loss = step(x)
+    loss.backward()
+    assert torch.equal(loss, expected)
+    assert all(torch.equal(mine.grad, theirs.grad) for mine, theirs in zip(found, other.parameters(), strict=True))
+    assert graphs_of(model)
 
 
 @pytest.mark.parametrize(

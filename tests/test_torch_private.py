@@ -555,6 +555,17 @@ def test_plain_dispatch_runs_real_tensors_whatever_the_thread_is_doing() -> None
     assert (type(fake).__name__, fake.device.type) == ("FakeTensor", "meta")
 
 
+def test_allocations_of_a_thread_are_recorded_beside_a_profiler_of_another() -> None:
+    def work() -> list[tuple[str, str, int]]:
+        with torch_private.cpu_memory_events() as events, torch.profiler.record_function("ours"):
+            torch.empty(1000)
+        return [tuple(event) for event in events if event.kind == "memory_alloc" or event.name == "ours"]
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
+        (found,) = ThreadPoolExecutor(1).map(lambda _: work(), [0])
+    assert found == [("push", "ours", 0), ("memory_alloc", "", 4000), ("memory_alloc", "", -4000)]
+
+
 def test_the_error_of_a_failed_code_generation_is_an_exception_of_inductor() -> None:
     error = torch_private.code_generation_error()
     assert issubclass(error, Exception) and error.__module__.startswith("torch._inductor")

@@ -12,6 +12,7 @@ from dyngran.compiler.checks.sites import Groups, Key, Site, SiteGroup, grouped
 from dyngran.compiler.checks.step_pair import Step, StepPair
 from dyngran.compiler.plans.planfile import GraphBreak
 from dyngran.passes.errors import BudgetTooSmall, format_bytes, format_us
+from dyngran.passes.problem import Kind
 
 WORTH_NAMING = 1e-4  # of what the committed step saves, holds or takes
 MAX_PINNED = 5
@@ -130,7 +131,7 @@ def _live(step: Step, known: Mapping[tuple[int, int], Key], *, unplanned: bool) 
         site = Site.of(value.label or value.name)
         items.append((known.get((at, index), site.key), site, float(value.size_bytes)))
     for kind, num_bytes in step.held.items():
-        site = Site("", f"{kind.value}s", "", None)
+        site = Site("", kind.value if kind in (Kind.OPTIMIZER, Kind.OTHER) else f"{kind.value}s", "", None)
         items.append((site.key, site, float(num_bytes)))
     if workspace_bytes:
         site = Site("", "workspace of the op that runs there", "", None)

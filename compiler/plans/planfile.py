@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -147,10 +148,11 @@ def save_plan(path: str | os.PathLike[str], document: PlanDocument) -> None:
         PlanFileError: the plan holds what a plan file cannot (a time that is no number, say), or the path cannot be written;
             what stands there stays.
     """
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
+        shown = " ".join(reprlib.repr(path).split())
+        raise PlanFileError(f"plan file {shown} cannot be written: {type(path).__name__} is no path, which comes first in save_plan.")
     text = dump_plan(document)
     parse_plan(text, source=str(path))
-    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
-        raise PlanFileError(f"plan file {path!r} cannot be written: it is a {type(path).__name__}, and no path.")
     write_file(os.fspath(path), text.encode(), what="plan file")
 
 

@@ -78,8 +78,8 @@ def hint_of(judge: Judge, budget_bytes: int, least: Outcome) -> str:
         held = sorted(((size, kind.value) for kind, size in problem.static_bytes.items() if size), reverse=True)
         named = ", ".join(f"{name} {format_bytes(size)}" for size, name in held)
         return (
-            f"What is held over the whole step takes {format_bytes(static)} ({named}): raise the budget, "
-            "lower the batch size, use a smaller optimizer state or freeze parameters."
+            f"What is held over the whole step takes {format_bytes(static)} ({named}): raise the budget, lower the batch size"
+            f"{', use a smaller optimizer state' if problem.static_bytes.get(Kind.OPTIMIZER) else ''} or freeze parameters."
         )
     timeline = judge.timeline(least)
     kinds: dict[Kind, int] = {}

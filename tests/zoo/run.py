@@ -84,7 +84,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rows", type=Path, help="file of rows; default: results/DEVICE-CODEGEN.jsonl beside this script")
     parser.add_argument("--shard", type=shard, default="1/1", help="which part of the zoo: 2/4 is the second of four")
-    parser.add_argument("--only", nargs="*", default=[], help="what names begin with, as timm/ or transformers/llama")
+    parser.add_argument("--only", nargs="*", action="extend", default=[], help="what names begin with, as timm/ or transformers/llama")
     parser.add_argument("--fast", action="store_true", help="the subset that CI trains")
     parser.add_argument(
         "--keep", action="store_true", help="do not train again what another version of dyngran or of a library has trained"
