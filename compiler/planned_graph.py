@@ -355,6 +355,7 @@ class PlannedGraph:
 
     def _first_that_fits(self, inputs: Sequence[Any], held: Sequence[Any]) -> Callable[..., Any]:
         refusal: list[DyngranError] = []
+        failure: Exception | None = None
         cut = self._partitioner(held, refusal)
         for _ in range(MAX_COMPILES):
             account = WrapperAccount()
@@ -365,6 +366,7 @@ class PlannedGraph:
             except torch_private.code_generation_error() as error:
                 if refusal or not self._rules_out_plan(error):
                     raise
+                failure = error
                 continue
             finally:
                 if run is None and refusal:  # code generators wrap what a partitioner raises: the refusal itself goes on
@@ -373,6 +375,8 @@ class PlannedGraph:
                 return run
             if self._takes_file and not self._leaves_file():
                 break  # there is no other plan to try
+        if failure is not None and self.strategy is not None and not self.strategy.is_any_code_known():
+            raise failure
         raise self._refusal()
 
     def _rules_out_plan(self, error: Exception) -> bool:
@@ -380,8 +384,9 @@ class PlannedGraph:
         if self.strategy is None or self.plan is None or not self.strategy.rule_out(self.plan):
             return False
         note = f"the code generator failed on the fastest plan, so a plainer one is taken ({str(error).strip().splitlines()[0][:200]})"
-        self.notes.append(note)
-        log.warning(note)
+        if note not in self.notes:
+            self.notes.append(note)
+            log.warning(note)
         return True
 
     def _generate(

@@ -79,7 +79,8 @@ class Strategy:
         applied: the plan of a file in the numbers of this graph, once it was asked for. file_notes: what `explain` says of it.
         is_resolving: a plan file was asked for, turned out to be for another graph, and plans are searched for instead.
         num_misses: plans in a row whose generated code passed the limit although the guess did not.
-        is_plain: True once the code generator failed on a plan: then only plans that a person might write are proposed.
+        is_plain: True once the code generator failed on a plan: only plans that a person might write are proposed then, if any of them fits
+            and it does not fail on that too.
         is_offline: no code will be generated. is_code_read: False then, and once generated code could not be accounted for: plans stand and
             fall by their simulation.
     """
@@ -105,6 +106,7 @@ class Strategy:
         self.is_offline = is_offline
         self.is_code_read = not is_offline
         self.is_plain = False
+        self._without_code: set[frozenset[int]] = set()
         self.store_key = NOT_KEPT if is_offline else store_key(mark, captured.problem, options)
         static = captured.problem.total_static_bytes
         self.accounted = {saved: static + transient for saved, transient in recall_transients(self.store_key).items()}
@@ -305,6 +307,9 @@ class Strategy:
                 self.planner.add_schedule(schedule, "stored")
         outcomes = self._outcomes()
         fitting = self._fitting(outcomes, limit)
+        if not fitting and self.is_plain:
+            self.is_plain = False
+            return self._fastest(limit)
         if not fitting:
             return self._last_resort(limit, outcomes)
         return self._take_fastest(fitting, limit)
@@ -312,7 +317,7 @@ class Strategy:
     def _stored(self, limit: int) -> Outcome | None:
         """What was chosen for this limit before, by this process or another."""
         saved = recall_saved(self.store_key, limit)
-        if saved is not None and self.need_of(saved) <= limit:
+        if saved is not None and saved not in self._without_code and self.need_of(saved) <= limit:
             return self.planner.add(saved, "stored")
         schedule = None if self.problem.fused else recall_schedule(self.store_key, limit, "auto")
         outcome = None if schedule is None else self.planner.add_schedule(schedule, "stored")
@@ -364,11 +369,16 @@ class Strategy:
         return self._plan_of(min(fitting, key=lambda outcome: (outcome.time_us, outcome.peak_bytes)), solver)
 
     def rule_out(self, plan: Plan) -> bool:
-        """The code generator failed on a plan: from now on take those that people write, which it is used to. False if it is one."""
-        if self.is_plain or self.takes_file or self.options.solver != "auto" or plan.saved == self.free.saved:
+        """The code generator failed on a plan: take others, at first those that people write, which it is used to. False if none may be."""
+        if self.takes_file or self.options.solver != "auto" or plan.saved == self.free.saved:
             return False
-        self.is_plain = True
+        self._without_code.add(plan.saved)
+        self.is_plain = len(self._without_code) == 1
         return True
+
+    def is_any_code_known(self) -> bool:
+        """Whether code was generated for any plan."""
+        return bool(self._known())
 
     def _fitting(self, outcomes: Sequence[Outcome], limit: int) -> list[Outcome]:
         """The plans within the limit. Guesses are worth `MAX_MISSES` compilations in a row where generated code is known to fit."""
@@ -391,11 +401,13 @@ class Strategy:
         else:
             frontier = self.planner.frontier()
         on_frontier = {outcome.saved for outcome in frontier if outcome.schedule is None}
-        return [*frontier, *(self.simulator.evaluate(saved) for saved in self._known() if saved not in on_frontier)]
+        outcomes = [*frontier, *(self.simulator.evaluate(saved) for saved in self._known() if saved not in on_frontier)]
+        return [outcome for outcome in outcomes if outcome.saved not in self._without_code]
 
     def _known(self) -> Collection[frozenset[int]]:
         """Plans whose code was accounted for; of a solver that was asked for by name, here: another process may have asked another."""
-        return self.accounted if self.options.solver == "auto" else self.generated
+        known = self.accounted if self.options.solver == "auto" else self.generated
+        return [saved for saved in known if saved not in self._without_code]
 
     def _last_resort(self, limit: int, outcomes: list[Outcome]) -> Plan:
         """Nothing fits by what is known. Before a refusal, code is generated for plans that might fit (half way down and the least by
