@@ -107,10 +107,10 @@ class Judge:
     def judge_schedule(self, proposed: Schedule, solver: str) -> Outcome | None:
         """Simulate and archive a prescribed order of ops, as it was accepted; None if it was not."""
         self._count(1)
-        schedule = self._accepts(with_sources(self.simulator.problem, proposed))
+        schedule = self._accepts(with_sources(self.simulator.bare.problem, proposed))
         if schedule is None:
             return None
-        found = replay_schedule(self.simulator.problem, schedule)
+        found = replay_schedule(self.simulator.bare.problem, schedule)
         outcome = Outcome(
             saved=found.saved,
             peak_bytes=found.peak_bytes,

@@ -48,8 +48,18 @@ def _once_us(problem: Problem) -> float:
     external_us = sum(op.cost_us for op in runs if not op.fusible)
     num_bytes = 0
     for side in (Side.FORWARD, Side.BACKWARD):
-        num_bytes += sum(problem.values[value].size_bytes for value in _moved(problem, side))
+        sizes = _least_bytes(problem) if side is Side.BACKWARD else {}
+        num_bytes += sum(sizes.get(value, problem.values[value].size_bytes) for value in _moved(problem, side))
     return external_us + num_bytes / problem.bytes_per_us
+
+
+def _least_bytes(problem: Problem) -> dict[int, int]:
+    """Per value that has forms the least bytes in which it can cross, and be read."""
+    least: dict[int, int] = {}
+    for form in problem.forms:
+        size = min(problem.values[form.value].size_bytes, problem.values[form.stored].size_bytes)
+        least[form.value] = min(size, least.get(form.value, size))
+    return least
 
 
 def _needed_by_backward(problem: Problem) -> set[int]:
@@ -88,22 +98,23 @@ def _again_us(problem: Problem, budget_bytes: int) -> float:
     held = {value for value in problem.forward_outputs if values[value].producer is not None and not values[value].kind.is_static}
     room = budget_bytes - problem.total_static_bytes - sum(values[value].size_bytes for value in tangents | held)
     wanted = {read for op in problem.ops if op.side is Side.BACKWARD for read in op.reads} | problem.gradients
+    least = _least_bytes(problem)
     cost_us = 0.0
     bytes_of: dict[int, int] = {}  # per op: what of its results is to be saved so that it need not run again
     for value in sorted(wanted - late - tangents):
         producer = values[value].producer
         if producer is None:
             continue
-        op = problem.ops[producer]
+        op, size_bytes = problem.ops[producer], least.get(value, values[value].size_bytes)
         is_dear = op.side is Side.FORWARD and not (problem.fused and op.fusible)
         if problem.fused:
             is_kept = bool(op.pinned) or (problem.keeps_as_small(value) and not op.never_saved)
         else:  # a schedule may make a small value again, and run a FREE op in backward alone
             is_kept = bool(op.pinned) and op.side is Side.FORWARD
         if is_kept:
-            room -= 0 if value in held else values[value].size_bytes
+            room -= 0 if value in held else size_bytes
         elif is_dear:
-            bytes_of[producer] = bytes_of.get(producer, 0) + (0 if value in held else values[value].size_bytes)
+            bytes_of[producer] = bytes_of.get(producer, 0) + (0 if value in held else size_bytes)
     for producer in [producer for producer in bytes_of if problem.ops[producer].never_saved]:
         cost_us += problem.ops[producer].cost_us
         del bytes_of[producer]

@@ -18,7 +18,10 @@ def with_carried(problem: Problem, carried_bytes: int) -> Problem:
     later = [replace(op, index=op.index + 1) for op in problem.ops]
     last = _op(len(later) + 1, "let go of", reads=(value.index,), writes=())
     moved = [replace(one, producer=None if one.producer is None else one.producer + 1) for one in problem.values]
-    return replace(problem, values=(*moved, value), ops=(first, *later, last))
+    forms = tuple(
+        replace(form, store=form.store + 1, load=form.load + 1, barred=frozenset(op + 1 for op in form.barred)) for form in problem.forms
+    )
+    return replace(problem, values=(*moved, value), ops=(first, *later, last), forms=forms)
 
 
 def _op(index: int, verb: str, *, reads: tuple[int, ...], writes: tuple[int, ...]) -> Op:

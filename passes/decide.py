@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dyngran.passes.bounds import Bound
 from dyngran.passes.errors import format_bytes, format_us
+from dyngran.passes.forms import crossing_values
 from dyngran.passes.plan import Action, Decision, Plan, Schedule
-from dyngran.passes.problem import Problem, Side
+from dyngran.passes.problem import Form, Problem, Side
 from dyngran.passes.schedule import Making, makings
 from dyngran.passes.simulate import Outcome, Simulator
 
@@ -63,17 +64,21 @@ def recompute_cost_us(problem: Problem, value: int, saved: frozenset[int]) -> fl
 
 def _decisions(simulator: Simulator, outcome: Outcome) -> tuple[Decision, ...]:
     if outcome.schedule is not None:
-        return _decisions_of_schedule(simulator.problem, outcome.saved, outcome.schedule)
+        return _decisions_of_schedule(simulator.bare.problem, outcome.saved, outcome.schedule)
     problem = simulator.problem
     forward, backward = simulator.schedule(outcome.saved)
     ran = set(forward)
-    decisions = [_keep(problem, value, outcome.saved) for value in outcome.saved]
+    crossing = crossing_values(problem, outcome.saved)
+    decisions = [
+        _store(problem, problem.form_of[value], crossing) if value in problem.form_of else _keep(problem, value, crossing)
+        for value in outcome.saved
+    ]
     candidates = set(simulator.candidates)
     for index in backward:
         op = problem.ops[index]
         if op.side is Side.BACKWARD:
             continue
-        decisions.extend(_recompute(problem, v, again=index in ran) for v in op.writes if v in candidates and v not in outcome.saved)
+        decisions.extend(_recompute(problem, v, again=index in ran) for v in op.writes if v in candidates and v not in crossing)
     return tuple(sorted(decisions, key=lambda decision: decision.value))
 
 
@@ -117,6 +122,32 @@ def _keep(problem: Problem, index: int, saved: frozenset[int], *, num_again: int
         recompute_us=cost_us,
         label=value.label,
     )
+
+
+def _store(problem: Problem, form: Form, crossing: frozenset[int]) -> Decision:
+    """``crossing``: the values that cross in whatever form."""
+    value, stored = problem.values[form.value], problem.values[form.stored]
+    cost_us = problem.ops[form.store].cost_us + problem.ops[form.load].cost_us
+    reason = f"{format_bytes(stored.size_bytes)} as {form.format}: {format_us(cost_us)} to store and load"
+    if not problem.ops[_producer(problem, form.value)].pinned:
+        reason += f", {format_us(recompute_cost_us(problem, form.value, crossing))} to make again"
+    return Decision(
+        value=form.value,
+        name=value.name,
+        action=form.action,
+        reason=reason,
+        size_bytes=value.size_bytes,
+        label=value.label,
+        format=form.format,
+        stored_bytes=stored.size_bytes,
+        error=form.error,
+    )
+
+
+def _producer(problem: Problem, value: int) -> int:
+    producer = problem.values[value].producer
+    assert producer is not None
+    return producer
 
 
 def _recompute(problem: Problem, index: int, *, again: bool, num_again: int = 0) -> Decision:

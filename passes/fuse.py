@@ -9,7 +9,7 @@ far apart: of values that backward makes again nothing external stands on the wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dyngran.passes.problem import Problem
@@ -31,18 +31,27 @@ class Kernel:
     in_place: bool
 
 
-def fuse(problem: Problem, schedule: Sequence[int], held: frozenset[int], *, available: frozenset[int]) -> list[Kernel]:
-    """Fold ``schedule`` into kernels. ``held`` values leave the graph; ``available`` ones are in memory from the start."""
+def fuse(
+    problem: Problem,
+    schedule: Sequence[int],
+    held: frozenset[int],
+    *,
+    available: frozenset[int],
+    loaded: Mapping[int, int] = {},
+) -> list[Kernel]:
+    """Fold ``schedule`` into kernels. ``held`` values leave the graph; ``available`` ones are in memory from the start; of ``loaded`` ones
+    it says which op makes them instead of their producer."""
     if not problem.fused:
-        ops = problem.ops
-        return [Kernel(i, ops[i].reads, ops[i].writes, ops[i].cost_us, ops[i].workspace_bytes, False) for i in schedule]
-    return _Fuser(problem, schedule, held, available).run()
+        ops, made_by = problem.ops, {load: (value,) for value, load in loaded.items()}
+        return [Kernel(i, ops[i].reads, made_by.get(i, ops[i].writes), ops[i].cost_us, ops[i].workspace_bytes, False) for i in schedule]
+    return _Fuser(problem, schedule, held, available, loaded).run()
 
 
 def node_counts(problem: Problem) -> list[int]:
     """Per op, the buffers that Inductor's scheduler orders: every result of an external kernel and of a reduction, and a pointwise
     result that leaves the graph or that an external kernel or another iteration space reads."""
     ops = problem.ops
+    loads = {form.load: form.value for form in problem.forms}
     leaves = problem.forward_outputs | problem.gradients
     is_ordered = [value.index in leaves for value in problem.values]
     for op in ops:
@@ -50,12 +59,25 @@ def node_counts(problem: Problem) -> list[int]:
             producer = problem.values[read].producer
             if producer is not None and (not op.fusible or ops[producer].num_elements != op.num_elements):
                 is_ordered[read] = True
-    return [max(1, len(op.writes)) if not op.fusible or op.reduction else int(any(is_ordered[write] for write in op.writes)) for op in ops]
+    writes = [(loads[op.index],) if op.index in loads else op.writes for op in ops]
+    return [
+        max(1, len(made)) if not op.fusible or op.reduction else int(any(is_ordered[write] for write in made))
+        for op, made in zip(ops, writes, strict=True)
+    ]
 
 
 class _Fuser:
-    def __init__(self, problem: Problem, schedule: Sequence[int], held: frozenset[int], available: frozenset[int]) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        schedule: Sequence[int],
+        held: frozenset[int],
+        available: frozenset[int],
+        loaded: Mapping[int, int],
+    ) -> None:
         self._problem = problem
+        self._loaded_by = loaded
+        self._loads = {load: value for value, load in loaded.items()}
         self._schedule = schedule
         self._held = held
         self._available = available
@@ -79,20 +101,25 @@ class _Fuser:
             num_nodes += counts[index]
             for read in ops[index].reads:
                 self._readers.setdefault(read, []).append(index)
-            for write in ops[index].writes:
-                if write not in self._available:
-                    self._depth[write] = depth if ops[index].fusible else depth + 1
+            for write in self._writes(index):
+                self._depth[write] = depth if ops[index].fusible else depth + 1
         kernels = []
         for index in self._schedule:
             op = ops[index]
             sources = self._operands(op.reads)
-            written = tuple(w for w in op.writes if w not in self._available and not self._inlined(index, w, sources))
-            for write in op.writes:
-                self._sources[write] = (write,) if write in written or write in self._available else sources
+            written = tuple(w for w in self._writes(index) if not self._inlined(index, w, sources))
+            for write in self._writes(index):
+                self._sources[write] = (write,) if write in written else sources
             if written or not op.fusible:
                 cost = self._loop_cost(index, sources, written) if op.fusible else op.cost_us
                 kernels.append(Kernel(index, sources, written, cost, op.workspace_bytes, op.fusible and not op.reduction))
         return kernels
+
+    def _writes(self, index: int) -> tuple[int, ...]:
+        """What an op makes that is not there already, or made by another."""
+        if index in self._loads:
+            return (self._loads[index],)
+        return tuple(w for w in self._problem.ops[index].writes if w not in self._available and w not in self._loaded_by)
 
     def _operands(self, reads: tuple[int, ...]) -> tuple[int, ...]:
         if len(reads) == 1:

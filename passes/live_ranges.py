@@ -66,7 +66,7 @@ def live_step_of(simulator: Simulator, plan: Plan | Outcome) -> LiveStep:
     """What a plan runs: its schedule if it has one, else its saved set."""
     if plan.schedule is None:
         return live_step(simulator, plan.saved)
-    return live_step_of_schedule(simulator.problem, plan.schedule)
+    return live_step_of_schedule(simulator.bare.problem, plan.schedule)
 
 
 def live_step(simulator: Simulator, saved: Iterable[int]) -> LiveStep:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dyngran.passes.native.graph import NativeGraph
-from dyngran.passes.problem import Kind, Op, Problem, Side, Value
+from dyngran.passes.problem import Form, Kind, Op, Problem, Side, Value
 from dyngran.passes.regions import ending_ops, far_values
 
 
@@ -23,7 +23,7 @@ class LocalProblem:
         problem, graph: what is simulated. What enters from the region before is made by a pinned op, so that it counts as saved if backward
             needs it; what comes from elsewhere is given and costs no bytes.
         num_values: local values that stand for values of the whole problem, in the order of `RegionGraph.values_in_order`.
-        entering: local values that the region before made; leaving: local values that the next region reads.
+        entering: local values that the region before made, and their forms; leaving: local values that the next region reads.
         elsewhere: local values that regions further away made, or that many read.
     """
 
@@ -51,6 +51,10 @@ class RegionGraph:
         for op in problem.ops:
             for read in op.reads:
                 self.readers[read].append(op.index)
+        self.forms: dict[int, list[Form]] = defaultdict(list)
+        for form in problem.forms:
+            self.forms[form.value].append(form)
+        self._loads = {form.load: form.value for form in problem.forms}
         self._orders: dict[tuple[int, int], tuple[int, ...]] = {}
         self.far = far_values(problem, numbers)
         self.kinds = [self._signature(number) for number in range(self.num_regions)]
@@ -72,10 +76,13 @@ class RegionGraph:
                     reads.append(place[read])
                     continue
                 value = problem.values[read]
+                forms = tuple((form.format, problem.values[form.stored].size_bytes) for form in self.forms.get(read, ()))
                 distance = None if value.producer is None else number - self.numbers[value.producer]
                 where = None if distance is None or abs(distance) > 1 or read in self.far else distance
-                reads.append(("out", outside.setdefault(read, len(outside)), value.size_bytes, value.kind.is_static, where))
-            writes = tuple((problem.values[write].size_bytes, *self._uses(write, number)) for write in op.writes)
+                reads.append(("out", outside.setdefault(read, len(outside)), value.size_bytes, value.kind.is_static, where, forms))
+            writes: tuple[Hashable, ...] = tuple((problem.values[write].size_bytes, *self._uses(write, number)) for write in op.writes)
+            if index in self._loads:
+                writes = (place[self._loads[index]],)
             rows.append((op.target, op.side, bool(op.pinned), op.never_saved, op.num_elements, op.workspace_bytes, tuple(reads), writes))
         return tuple(rows)
 
@@ -100,6 +107,8 @@ class RegionGraph:
             ops = [self.problem.ops[index] for number in range(first, end) for index in self.ops[number]]
             found = dict.fromkeys(write for op in ops for write in op.writes)
             found.update(dict.fromkeys(read for op in ops for read in op.reads))
+            if self.forms:
+                found.update(dict.fromkeys(form.stored for value in tuple(found) for form in self.forms.get(value, ())))
             known = self._orders[first, end] = tuple(found)
         return known
 
@@ -120,6 +129,9 @@ class _LocalBuilder:
         self._inside = set(self._group)
         self._read_early = self._find_read_early()
         self._ops: list[Op] = []
+        self._forms: list[Form] = []
+        self._place: dict[int, int] = {}  # of the group's ops
+        self._transfers = {index for forms in regions.forms.values() for form in forms for index in (form.store, form.load)}
         self._tangent = len(self._order)  # the last local value: what helpers of backward read
 
     def build(self) -> LocalProblem:
@@ -131,6 +143,8 @@ class _LocalBuilder:
         late = [value for value in self._order if value in self._made and self._is_read_outside(value, Side.BACKWARD)]
         if entering:
             self._help("enter", Side.FORWARD, (), entering, pinned="made by the region before")
+            for value in entering:
+                self._copy_forms(value)
         if incoming:
             self._help("receive", Side.BACKWARD, (self._tangent,), incoming)
         self._copy(Side.FORWARD)
@@ -172,9 +186,22 @@ class _LocalBuilder:
     def _copy(self, side: Side) -> None:
         for index in self._group:
             op = self._whole.ops[index]
-            if (Side.FORWARD if index in self._read_early else op.side) is side:
-                reads, writes = (tuple(self._local[value] for value in values) for values in (op.reads, op.writes))
-                self._ops.append(_op_like(op, len(self._ops), reads, writes))
+            if index not in self._transfers and (Side.FORWARD if index in self._read_early else op.side) is side:
+                self._append(op)
+                for value in op.writes:
+                    self._copy_forms(value)
+
+    def _copy_forms(self, value: int) -> None:
+        """The ops that store and load a value, right after what makes it."""
+        for form in self._regions.forms.get(value, ()):
+            store, load = (self._append(self._whole.ops[index]) for index in (form.store, form.load))
+            self._forms.append(replace(form, value=self._local[value], stored=self._local[form.stored], store=store, load=load))
+
+    def _append(self, op: Op) -> int:
+        reads, writes = (tuple(self._local[value] for value in values) for values in (op.reads, op.writes))
+        self._place[op.index] = len(self._ops)
+        self._ops.append(_op_like(op, len(self._ops), reads, writes))
+        return len(self._ops) - 1
 
     def _find_read_early(self) -> set[int]:
         """FREE ops whose results forward ops read: random states, which only a second draw needs."""
@@ -196,6 +223,7 @@ class _LocalBuilder:
             values.append(Value(index=place, name=value.name, size_bytes=value.size_bytes, kind=kind, producer=producer, label=value.label))
             live.append(0 if is_given or value.kind.is_static else value.size_bytes)
         values.append(Value(index=self._tangent, name="tangent", size_bytes=0, kind=Kind.TANGENT))
+        forms_of_entering = [form.stored for value in entering for form in self._regions.forms.get(value, ())]
         problem = Problem(
             values=tuple(values),
             ops=tuple(self._ops),
@@ -206,12 +234,15 @@ class _LocalBuilder:
             launch_us=whole.launch_us,
             keep_below_bytes=whole.keep_below_bytes,
             stock={name: frozenset(self._local[value] for value in saved if value in self._made) for name, saved in whole.stock.items()},
+            forms=tuple(
+                replace(form, barred=frozenset(self._place[op] for op in form.barred if op in self._place)) for form in self._forms
+            ),
         )
         return LocalProblem(
             problem=problem,
             graph=NativeGraph(problem, live_bytes=[*live, 0]),
             num_values=len(self._order),
-            entering=frozenset(self._local[value] for value in entering),
+            entering=frozenset(self._local[value] for value in entering) | frozenset(self._local[value] for value in forms_of_entering),
             leaving=frozenset(self._local[value] for value in leaving),
             elsewhere=frozenset(self._local[value] for value in elsewhere),
         )

@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Action(Enum):
-    """What happens to a value between forward and backward. KEEP and RECOMPUTE are produced today; the rest is schema."""
+    """What happens to a value between forward and backward. SLICE and OFFLOAD are schema: no plan has them yet."""
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
@@ -19,7 +19,9 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """One value's action. ``dimension`` and ``fraction`` belong to SLICE, ``format`` to NARROW and PACK."""
+    """One value's action. ``dimension`` and ``fraction`` belong to SLICE; to PACK and NARROW ``format``, the bytes that are ``stored_bytes``
+    of ``size_bytes``, and ``error``: by how much what is read in backward may differ, "" if it does not.
+    """
 
     value: int
     name: str
@@ -31,6 +33,8 @@ class Decision:
     dimension: int | None = None
     fraction: float | None = None
     format: str | None = None
+    stored_bytes: int | None = None
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,8 @@ class Plan:
 
     Attributes:
         budget_bytes: peak that was asked for; None if there was no limit.
-        saved: values that cross from forward to backward. Every other value that backward needs is recomputed.
+        saved: values that cross from forward to backward, stored forms (`Problem.forms`) among them. Every other value that backward needs
+            is recomputed.
         peak_bytes: predicted peak of the step, static bytes included.
         time_us: predicted device time of forward and backward; overhead_us: of which beyond the fastest known plan.
         solver: who found it; truncated: True if a safety stop cut the search short.

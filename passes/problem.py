@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from dyngran.passes.plan import Action
+
 
 class Side(Enum):
     """Where an op may run."""
@@ -85,6 +87,30 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """One way to store a value between forward and backward other than as it is.
+
+    Attributes:
+        value: what is stored; never an input, an output or a gradient.
+        stored: the value that crosses instead. The op ``store`` makes it of ``value``; the op ``load`` reads it and makes ``value``
+            again, in place of the op that made it in forward. Both are `Side.FREE`, and ``ops[load].writes`` is empty, because a value
+            has one producer: whoever replays a plan looks here.
+        action, format: how; formats are named by those who offer them.
+        error: by how much what is loaded may differ, for people; "" if it serves its readers bit by bit.
+        barred: ops that must not run again on what is loaded: where a plan lets one of them run in backward, the value itself is saved.
+    """
+
+    value: int
+    stored: int
+    store: int
+    load: int
+    action: Action
+    format: str
+    error: str = ""
+    barred: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """Everything a planner may know.
 
@@ -97,6 +123,8 @@ class Problem:
         bytes_per_us: memory bandwidth; launch_us: cost of starting one kernel. Price fused pointwise work.
         stock: value sets that torch's own partitioners save, by name; seeds for the planners.
         keep_below_bytes: values at most this large are always kept if they break a chain of recompute (`keeps_as_small`); 0 keeps none.
+        forms: how values may be stored other than as they are; of one value several. A plan that saves ``Form.stored`` loads the value
+            in backward; of two forms that it names, and of a form and the value itself, the first counts, and the value before its forms.
     """
 
     values: tuple[Value, ...]
@@ -109,8 +137,11 @@ class Problem:
     launch_us: float = 1.0
     stock: dict[str, frozenset[int]] = field(default_factory=dict)
     keep_below_bytes: int = 0
+    forms: tuple[Form, ...] = ()
+    form_of: dict[int, Form] = field(init=False, repr=False, compare=False)  # by ``Form.stored``
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "form_of", {form.stored: form for form in self.forms})
         for position, value in enumerate(self.values):
             if value.index != position:
                 raise ValueError(f"{value.name}: index {value.index} at position {position}")
@@ -132,7 +163,7 @@ class Problem:
         """
         threshold = self.keep_below_bytes
         producer = self.values[value].producer
-        if not threshold or producer is None or self.values[value].size_bytes > threshold:
+        if not threshold or producer is None or self.values[value].size_bytes > threshold or value in self.form_of:
             return False
         op = self.ops[producer]
         breaks_chain = not op.fusible or op.reduction or any(self.values[read].size_bytes > threshold for read in op.reads)
@@ -144,7 +175,7 @@ class Problem:
         Which of a few bytes cross is no matter of memory. Left to a search it makes kernels that no partition of torch's makes, and that
         its compilers have not met.
         """
-        is_small = 0 < self.values[value].size_bytes <= self.keep_below_bytes
+        is_small = 0 < self.values[value].size_bytes <= self.keep_below_bytes and value not in self.form_of
         return is_small and bool(self.stock) and self.values[value].producer is not None and not self.keeps_as_small(value)
 
     @property

@@ -124,7 +124,7 @@ def timeline_of(simulator: Simulator, plan: Plan | Outcome) -> Timeline:
     """The curve of what a plan runs: of its schedule if it has one, else of its saved set."""
     if plan.schedule is None:
         return simulator.timeline(plan.saved)
-    return schedule_timeline(simulator.problem, plan.schedule)
+    return schedule_timeline(simulator.bare.problem, plan.schedule)
 
 
 def makings(problem: Problem, schedule: Schedule) -> dict[int, Making]:

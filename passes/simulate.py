@@ -7,6 +7,7 @@ Rules, shared with the rewriter (`passes/rewrite.py`) so that what is simulated 
 * backward runs its ops in the joint graph's order; what an op reads and nobody saved is recomputed just before it, once, in the
   joint graph's order, and dies after its last reader in backward;
 * a value dies after its last reader unless it crosses to backward or the caller holds it (forward outputs, gradients);
+* a value of which a form is saved (`Problem.forms`) is loaded in backward instead of recomputed: ``Form.load`` stands for its producer;
 * an op that runs for a sibling of a saved result makes a second copy of that result, which dies at once; the saved one dies after its
   last reader all the same;
 * an op that runs again holds its ``rerun_bytes`` beside its workspace;
@@ -22,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
+from dyngran.passes.forms import without_forms
 from dyngran.passes.fuse import Kernel, fuse
 from dyngran.passes.native.graph import NativeGraph, NativeOutcome, NativeSearch
 from dyngran.passes.plan import Schedule
@@ -34,7 +36,7 @@ class Outcome:
     """What one saved set costs. ``peak_bytes`` includes static bytes; ``time_us`` is forward + backward.
 
     ``num_recomputed`` and ``recompute_us`` count ops that run in forward and again in backward, not those that only move to backward.
-    ``schedule`` is None unless the order of ops was prescribed.
+    ``schedule`` is None unless the order of ops was prescribed; its ops are numbered as in the problem without forms, of which it uses none.
     """
 
     saved: frozenset[int]
@@ -110,14 +112,19 @@ class Simulator:
         self.native = NativeSearch(self.native_graph)
 
     def _find_candidates(self) -> tuple[int, ...]:
-        """Values that backward can read: each is either saved (not if the user recomputes it) or recomputed (not if pinned)."""
+        """Values that backward can read, and their stored forms: each is either saved (not if the user recomputes it) or not, and then
+        loaded from a form that is, or recomputed (not if pinned)."""
         seen: set[int] = set()
+        stored: dict[int, list[int]] = {}
+        for form in self.problem.forms:
+            stored.setdefault(form.value, []).append(form.stored)
         stack = list(self._wanted)
         while stack:
             value = stack.pop()
             if value in seen or self._is_given[value]:
                 continue
             seen.add(value)
+            seen.update(stored.get(value, ()))
             if not self._pinned[self._producer[value]]:
                 stack.extend(self._reads[self._producer[value]])
         return tuple(sorted(seen))
@@ -126,6 +133,11 @@ class Simulator:
     def crossings(self) -> Crossings:
         """What crosses each boundary between forward ops."""
         return find_crossings(self.problem)
+
+    @cached_property
+    def bare(self) -> Simulator:
+        """Of the problem without forms: for solvers that know none, and for schedules, which are in the numbers of its ops."""
+        return Simulator(without_forms(self.problem)) if self.problem.forms else self
 
     @property
     def default_saved(self) -> frozenset[int]:
@@ -226,12 +238,15 @@ class Simulator:
         ran = [op.side is Side.FORWARD or op.index in early for op in ops] if early else self._ran
         backward: list[int] = []
         recomputed: set[int] = set()
+        loaded = self._loaded(crossing)
+        loads = {load: (value,) for value, load in loaded.items()}
 
         def bring(wanted: Iterable[int]) -> None:
             missing: set[int] = set()
             stack = [value for value in wanted if not available[value]]
             while stack:
-                index = producer[stack.pop()]
+                value = stack.pop()
+                index = loaded.get(value, producer[value])
                 if index in missing:
                     continue
                 missing.add(index)
@@ -240,8 +255,8 @@ class Simulator:
                 backward.append(index)
                 if ran[index]:
                     recomputed.add(index)
-                for write in writes[index]:
-                    available[write] = True
+                for write in loads.get(index, writes[index]):
+                    available[write] = available[write] or loaded.get(write, index) == index
 
         for value in self._from_tangents:
             available[value] = True
@@ -255,12 +270,18 @@ class Simulator:
         bring(self._late)
         return forward, backward, recomputed
 
+    def _loaded(self, crossing: frozenset[int]) -> dict[int, int]:
+        """Values that backward loads from a form that crosses, each with the op that does it."""
+        form_of = self.problem.form_of
+        return {form_of[stored].value: form_of[stored].load for stored in crossing if stored in form_of} if form_of else {}
+
     def _replay(self, crossing: frozenset[int]) -> Replay:
         forward_ops, backward_ops, recomputed = self._schedule(crossing)
         problem = self.problem
         held = crossing | problem.forward_outputs
         forward = fuse(problem, forward_ops, held, available=frozenset())
-        backward = [self._again(kernel, recomputed) for kernel in fuse(problem, backward_ops, problem.gradients, available=crossing)]
+        kernels = fuse(problem, backward_ops, problem.gradients, available=crossing, loaded=self._loaded(crossing))
+        backward = [self._again(kernel, recomputed) for kernel in kernels]
         return Replay(
             forward=forward,
             backward=backward,
@@ -277,6 +298,7 @@ class Simulator:
 
     def _intervals(self, forward: list[Kernel], backward: list[Kernel], crossing: frozenset[int]) -> list[tuple[int, int, int | None]]:
         problem, num_forward = self.problem, len(forward)
+        loaded = self._loaded(crossing)
         last_forward: dict[int, int] = {}
         for position, kernel in enumerate(forward):
             for value in kernel.writes:
@@ -286,7 +308,7 @@ class Simulator:
         last_backward: dict[int, int] = {}
         for position, kernel in enumerate(backward, num_forward):
             for value in kernel.writes:
-                if value not in crossing:
+                if value not in crossing and loaded.get(value, kernel.op) == kernel.op:
                     last_backward[value] = position
             for value in kernel.reads:
                 last_backward[value] = position
@@ -303,7 +325,8 @@ class Simulator:
                     intervals.append((value, position, last_forward[value]))
         for position, kernel in enumerate(backward, num_forward):
             for value in kernel.writes:
-                if value in crossing:  # a sibling result of a recomputed op: the saved copy is the one that is read
+                if value in crossing or loaded.get(value, kernel.op) != kernel.op:
+                    # a sibling result of a recomputed op: the saved copy, or the loaded one, is the one that is read
                     intervals.append((value, position, position))
                 else:
                     intervals.append((value, position, None if value in gradients else last_backward[value]))

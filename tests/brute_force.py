@@ -41,7 +41,7 @@ def naive_replay(problem: Problem, wished: Iterable[int]) -> Truth:
     held = [value.index for value in problem.values if value.kind is Kind.TANGENT]
     for place, index in enumerate(backward):
         op = problem.ops[index]
-        live += [(write, "again") for write in op.writes]
+        live += [(write, "again") for write in _made_by(problem, index)]
         extra = sum(size(value) for value in held)
         extra += op.workspace_bytes + (op.rerun_bytes if index in forward else 0)
         peak = max(peak, sum(size(value) for value, _ in live) + extra)
@@ -81,18 +81,35 @@ def _crossing(problem: Problem, wished: frozenset[int]) -> frozenset[int]:
             continue
         op = problem.ops[producer]
         small = problem.keeps_as_small(value)
-        if op.pinned or (not op.never_saved and (value in wished or small)):
+        form = next((form for form in problem.forms if form.value == value and form.stored in wished), None)
+        if (op.pinned or not op.never_saved) and (value in wished or small):
+            crossing.add(value)
+        elif form is not None:
+            crossing.add(form.stored)
+        elif op.pinned:
             crossing.add(value)
         else:
             needed |= set(problem.ops[producer].reads)
+    loaded = {form.value for form in problem.forms if form.stored in crossing}
+    again = {problem.values[value].producer for value in done - late - loaded if value not in crossing}
+    for form in problem.forms:
+        if form.stored in crossing and form.barred & again:
+            crossing = crossing - {form.stored} | {form.value}
     return frozenset(crossing)
 
 
-def _ancestors(problem: Problem, values: Iterable[int], stop: frozenset[int]) -> set[int]:
+def _made_by(problem: Problem, op: int) -> tuple[int, ...]:
+    return tuple(form.value for form in problem.forms if form.load == op) or problem.ops[op].writes
+
+
+def _ancestors(problem: Problem, values: Iterable[int], stop: frozenset[int], *, crossing: frozenset[int] = frozenset()) -> set[int]:
+    """Ops that make the values; a value of which a form crosses is made by the op that loads it."""
+    loads = {form.value: form.load for form in problem.forms if form.stored in crossing}
     found: set[int] = set()
     todo = list(values)
     while todo:
-        producer = problem.values[todo.pop()].producer
+        value = todo.pop()
+        producer = loads.get(value, problem.values[value].producer)
         if producer is not None and producer not in found:
             found.add(producer)
             todo += [read for read in problem.ops[producer].reads if read not in stop]
@@ -107,9 +124,9 @@ def _backward(problem: Problem, crossing: frozenset[int]) -> list[int]:
     goals.append(([value for value in sorted(problem.gradients) if value not in late], -1))
     for reads, index in goals:
         missing = [read for read in reads if read not in have]
-        for again in sorted(_ancestors(problem, missing, stop=frozenset(have))):
+        for again in sorted(_ancestors(problem, missing, stop=frozenset(have), crossing=crossing)):
             order.append(again)
-            have |= set(problem.ops[again].writes)
+            have |= set(_made_by(problem, again))
         if index >= 0:
             order.append(index)
             have |= set(problem.ops[index].writes)

@@ -7,6 +7,8 @@ from random import Random
 
 from hypothesis import strategies as st
 
+from dyngran.passes.forms import Offer, Transfer, with_forms
+from dyngran.passes.plan import Action
 from dyngran.passes.problem import Kind, Op, Problem, Side, Value
 
 
@@ -215,6 +217,45 @@ def problems(draw: st.DrawFn, *, max_forward: int = 7, fused: bool | None = None
     if draw(st.booleans()):
         build.gradients.add(draw(st.sampled_from(made)))
     return build.build(keep_below_bytes=draw(st.sampled_from([0, 0, 1])), bytes_per_us=2.0)
+
+
+def storable(problem: Problem) -> list[int]:
+    """Values of which a form may be offered."""
+    late = {write for op in problem.ops if op.side is Side.BACKWARD for write in op.writes}
+    held = problem.forward_outputs | problem.gradients
+    return [value.index for value in problem.values if value.producer is not None and value.index not in late | held]
+
+
+@st.composite
+def problems_with_forms(draw: st.DrawFn, *, max_forward: int = 7, fused: bool | None = None) -> Problem:
+    """As `problems`, with up to four forms of whatever size and cost, two of one value among them."""
+    problem = draw(problems(max_forward=max_forward, fused=fused))
+    values = storable(problem)
+    if not values:
+        return problem
+
+    def transfer(is_loop: bool) -> Transfer:
+        return Transfer(
+            cost_us=float(draw(st.integers(0, 3))),
+            workspace_bytes=draw(st.sampled_from([0, 0, 2])),
+            fusible=is_loop,
+            num_elements=draw(st.integers(0, 6)),
+        )
+
+    offers = []
+    for value in draw(st.lists(st.sampled_from(values), max_size=4)):
+        is_loop = draw(st.booleans())
+        offer = Offer(
+            value=value,
+            action=Action.PACK,
+            format=f"form{len(offers)}",
+            size_bytes=draw(st.integers(0, 4)),
+            store=transfer(is_loop),
+            load=transfer(is_loop),
+            barred=frozenset(op.index for op in problem.ops if value in op.reads and op.side is not Side.BACKWARD and draw(st.booleans())),
+        )
+        offers.append(offer)
+    return with_forms(problem, offers)
 
 
 @dataclass

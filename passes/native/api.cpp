@@ -61,6 +61,7 @@ struct GraphArrays {  // as passes/native/graph.py fills it
   const uint8_t* value_flags;   // 1 always kept, 2 output, 4 gradient, 8 tangent, 16 depends on a tangent, 32 never saved
   int32_t num_wanted, num_late_wanted;
   const int32_t *wanted, *late_wanted;
+  const int32_t *form_starts, *forms, *form_of, *loader, *barred_starts, *barred;
 };
 
 uint32_t dyngran_version() { return DYNGRAN_NATIVE_VERSION; }
@@ -107,6 +108,10 @@ Graph* dyngran_graph_new(const GraphArrays* from) {
   }
   graph->wanted.assign(from->wanted, from->wanted + from->num_wanted);
   graph->late_wanted.assign(from->late_wanted, from->late_wanted + from->num_late_wanted);
+  graph->forms = make_rows(num_values, from->form_starts, from->forms);
+  graph->form_of.assign(from->form_of, from->form_of + num_values);
+  graph->barred = make_rows(num_values, from->barred_starts, from->barred);
+  graph->loader.assign(from->loader, from->loader + num_values);
   graph->readers = find_readers(*graph);
   graph->neighbours = find_neighbours(*graph);
   graph->node_count = count_nodes(*graph);

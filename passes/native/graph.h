@@ -31,6 +31,9 @@ struct Graph {
   std::vector<int32_t> late_wanted;                // gradients that depend on no tangent: brought at the end
   std::vector<int32_t> forward_ops, backward_ops;
   Rows readers;                                      // per value: ops that read it, each once
+  Rows forms;                                        // per value: what may be saved in its stead, see Problem.forms; the first one counts
+  std::vector<int32_t> form_of, loader;              // per value: what it is a stored form of, -1 if of none; the op that loads it then
+  Rows barred;                                       // per stored form: ops that must not run again on what is loaded from it
   Rows neighbours;                                   // per value: operands of its producer, then results of its readers before backward
   int64_t tangent_bytes;
 };

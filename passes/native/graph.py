@@ -25,6 +25,7 @@ class _GraphArrays(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("op_flags", "space", "producer", "value_flags")),
         *((name, ctypes.c_int32) for name in ("num_wanted", "num_late_wanted")),
         *((name, ctypes.c_void_p) for name in ("wanted", "late_wanted")),
+        *((name, ctypes.c_void_p) for name in ("form_starts", "forms", "form_of", "loader", "barred_starts", "barred")),
     )
 
 
@@ -144,8 +145,12 @@ class NativeGraph:
         if live_bytes is None:
             live_bytes = [0 if value.kind.is_static else value.size_bytes for value in values]
         self._kept: list[array[Any]] = []
+        loads = {form.load: (form.value,) for form in problem.forms}
+        forms: list[list[int]] = [[] for _ in values]
+        for form in problem.forms:
+            forms[form.value].append(form.stored)
         reads = self._rows([op.reads for op in ops])
-        writes = self._rows([op.writes for op in ops])
+        writes = self._rows([loads.get(op.index, op.writes) for op in ops])
         needs = self._rows([[read for read in op.reads if not given[read] and read not in late] for op in ops])
         self.num_values, self.num_ops = len(values), len(ops)
         self.numbers = tuple(range(len(values)))  # the same objects in every set of values
@@ -173,6 +178,10 @@ class NativeGraph:
             len(late_wanted),
             self._array("i", self.wanted),
             self._array("i", late_wanted),
+            *self._rows(forms),
+            self._array("i", [problem.form_of[value].value if value in problem.form_of else -1 for value in range(len(values))]),
+            self._array("i", [problem.form_of[value].load if value in problem.form_of else -1 for value in range(len(values))]),
+            *self._rows([sorted(problem.form_of[value].barred) if value in problem.form_of else () for value in range(len(values))]),
         )
         native = library()
         native.dyngran_graph_new.restype = ctypes.c_void_p

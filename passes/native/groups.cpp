@@ -81,7 +81,7 @@ void Pass::group(int number) {
     const int base = fusible ? depth : depth + graph_.num_spaces;
     for (auto p = graph_.writes.begin(op); p != graph_.writes.end(op); ++p) {
       Grouped& grouped = grouped_[*p];
-      if (is_available(*p) || (grouped.base == base && grouped.made_in == nest)) continue;
+      if (is_made_elsewhere(*p, op) || (grouped.base == base && grouped.made_in == nest)) continue;
       grouped.base = base;
       grouped.made_in = nest;
       if (!is_whole_) mark_readers(*p, kGroups, number);
@@ -90,8 +90,8 @@ void Pass::group(int number) {
   work_ += int64_t(segment.ops.size());
   segment.num_nodes = nodes_ - nodes_before;
   for (const int value : noted_) {
-    const int producer = graph_.producer[value];
-    if (producer >= 0 && grouped_[value].flags != flags_of(grouped_[value])) mark(ran_in[producer], kKernels);
+    const int maker = maker_[value];
+    if (maker >= 0 && grouped_[value].flags != flags_of(grouped_[value])) mark(ran_in[maker], kKernels);
   }
   if (is_whole_) return;
   if (differs) mark(number, kKernels);

@@ -4,13 +4,15 @@
 
 namespace dyngran {
 
-Pass::Pass(const Graph& graph, bool is_backward, int num_segments, const std::vector<uint8_t>& crossing)
+Pass::Pass(const Graph& graph, bool is_backward, int num_segments, const std::vector<uint8_t>& crossing,
+           const std::vector<int32_t>& maker)
     : num_segments(num_segments),
       segments(num_segments),
       ran_in(graph.num_ops, -1),
       graph_(graph),
       is_backward_(is_backward),
       crossing_(crossing),
+      maker_(maker),
       num_words_((num_segments + 63) / 64),
       all_marks_(graph.fused ? kSchedule | kGroups | kKernels | kBytes : kSchedule | kKernels | kBytes),
       marks_(num_segments),
@@ -141,7 +143,7 @@ double Pass::external(int op, Segment& segment) {
   const int position = int(segment.born.size());
   int64_t born = 0, copied = 0;
   for (auto p = graph_.writes.begin(op); p != graph_.writes.end(op); ++p) {
-    if (is_available(*p)) {  // a sibling result: the saved copy is the one that is read
+    if (is_made_elsewhere(*p, op)) {  // a sibling result: the saved or loaded copy is the one that is read
       if (!graph_.fused) copied += graph_.live[*p];
       continue;
     }
@@ -161,7 +163,7 @@ double Pass::loop(int op, Segment& segment) {
   bool is_kernel = false;
   for (auto p = graph_.writes.begin(op); p != graph_.writes.end(op); ++p) {
     const int value = *p;
-    if (is_available(value)) continue;
+    if (is_made_elsewhere(value, op)) continue;
     if (is_inlined(op, value, sources.length)) {
       set_sources(value, sources, segment);
       continue;
@@ -184,7 +186,7 @@ double Pass::loop(int op, Segment& segment) {
     }
   }
   for (auto p = graph_.writes.begin(op); p != graph_.writes.end(op); ++p)
-    if (!is_available(*p) && folded_[*p].sources.start < 0) load(*p, nest, segment);
+    if (!is_made_elsewhere(*p, op) && folded_[*p].sources.start < 0) load(*p, nest, segment);
   segment.born.push_back(born);
   segment.extra.push_back(0);
   const bool is_first = launched_at_[nest] != loads_stamp_;
@@ -199,7 +201,7 @@ Span Pass::merge_sources(int op, Segment& segment) {
   const int32_t start = int32_t(segment.arena.size());
   if (end - begin == 1) {
     const Span only = folded_[*begin].sources;
-    if (only.start >= 0 && ran_in[graph_.producer[*begin]] == now_) return only;
+    if (only.start >= 0 && ran_in[maker_[*begin]] == now_) return only;
   }
   const int stamp = ++merge_stamp_;
   const auto add = [&](int value) {
@@ -212,7 +214,7 @@ Span Pass::merge_sources(int op, Segment& segment) {
     if (span.start < 0) {
       add(*p);
     } else {
-      const int made_in = ran_in[graph_.producer[*p]];
+      const int made_in = ran_in[maker_[*p]];
       for (int i = 0; i < span.length; ++i) add(segments[made_in].arena[span.start + i]);
     }
   }
@@ -289,7 +291,7 @@ int Pass::last_segment_before(int value, int end) const {
 bool Pass::dies(int value) const {
   if (is_held(value)) return false;
   if (is_available(value)) return !graph_.output[value];
-  return graph_.producer[value] >= 0 && ran_in[graph_.producer[value]] >= 0;
+  return maker_[value] >= 0 && ran_in[maker_[value]] >= 0;
 }
 
 void Pass::count_bytes(int number, int64_t idle) {

@@ -52,7 +52,8 @@ class Pass {
  public:
   enum Mark : uint8_t { kSchedule = 1, kGroups = 2, kKernels = 4, kBytes = 8 };
 
-  Pass(const Graph& graph, bool is_backward, int num_segments, const std::vector<uint8_t>& crossing);
+  // `maker`: per value the op that makes it in this pass, -1 if it is given.
+  Pass(const Graph& graph, bool is_backward, int num_segments, const std::vector<uint8_t>& crossing, const std::vector<int32_t>& maker);
 
   void mark(int segment, int marks) {
     if (segment >= 0) marks_[segment] |= uint8_t(marks & all_marks_);
@@ -75,6 +76,8 @@ class Pass {
   int64_t fold(const Pass* forward);
   // Bytes of one segment; `idle_bytes` die after its first kernel.
   void count_bytes(int segment, int64_t idle_bytes);
+
+  bool is_made_by_another(int value, int op) const { return maker_[value] != op; }
 
   const int num_segments;
   std::vector<Segment> segments;
@@ -101,6 +104,7 @@ class Pass {
   }
   bool dies(int value) const;
   bool is_available(int value) const { return is_backward_ && crossing_[value]; }
+  bool is_made_elsewhere(int value, int op) const { return is_available(value) || is_made_by_another(value, op); }
   bool is_held(int value) const { return is_backward_ ? graph_.gradient[value] : (crossing_[value] || graph_.output[value]); }
   bool is_again(int op) const { return is_backward_ && forward_->ran_in[op] >= 0; }
 
@@ -127,6 +131,7 @@ class Pass {
   const Graph& graph_;
   const bool is_backward_;
   const std::vector<uint8_t>& crossing_;
+  const std::vector<int32_t>& maker_;
   const Pass* forward_ = nullptr;
   const int num_words_;
   const uint8_t all_marks_;  // without fusion there are no groups

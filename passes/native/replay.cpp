@@ -20,6 +20,8 @@ int segment_of(int place, int num_ops, int num_segments) { return int(int64_t(pl
 const std::vector<uint8_t>& Normalizer::normalize(const uint8_t* wished) {
   std::fill(crossing_.begin(), crossing_.end(), 0);
   std::fill(seen_.begin(), seen_.end(), 0);
+  std::fill(reruns_.begin(), reruns_.end(), 0);
+  chosen_.clear();
   stack_.assign(graph_.wanted.begin(), graph_.wanted.end());
   while (!stack_.empty()) {
     const int value = stack_.back();
@@ -27,11 +29,25 @@ const std::vector<uint8_t>& Normalizer::normalize(const uint8_t* wished) {
     if (seen_[value] || graph_.given[value]) continue;
     seen_[value] = 1;
     const int op = graph_.producer[value];
-    if (graph_.pinned[op] || ((wished[value] || graph_.small[value]) && !graph_.dropped[value] && !graph_.never_saved[op])) {
+    if ((wished[value] || graph_.small[value]) && !graph_.dropped[value] && !graph_.never_saved[op]) {
+      crossing_[value] = 1;
+      continue;
+    }
+    const auto form = std::find_if(graph_.forms.begin(value), graph_.forms.end(value), [&](int stored) { return wished[stored]; });
+    if (form != graph_.forms.end(value)) {
+      crossing_[*form] = 1;
+      chosen_.push_back(*form);
+    } else if (graph_.pinned[op]) {
       crossing_[value] = 1;
     } else {
+      reruns_[op] = 1;
       stack_.insert(stack_.end(), graph_.reads.begin(op), graph_.reads.end(op));
     }
+  }
+  for (const int form : chosen_) {  // some may not serve all that runs in backward: then the value itself crosses
+    if (std::none_of(graph_.barred.begin(form), graph_.barred.end(form), [&](int op) { return reruns_[op]; })) continue;
+    crossing_[form] = 0;
+    crossing_[graph_.form_of[form]] = 1;
   }
   return crossing_;
 }
@@ -39,8 +55,9 @@ const std::vector<uint8_t>& Normalizer::normalize(const uint8_t* wished) {
 Replay::Replay(const Graph& graph)
     : graph_(graph),
       crossing_(graph.num_values),
-      forward_(graph, false, num_segments(graph, num_early_ops(graph)), crossing_),
-      backward_(graph, true, num_segments(graph, int(graph.backward_ops.size())), crossing_),
+      maker_(graph.producer),
+      forward_(graph, false, num_segments(graph, num_early_ops(graph)), crossing_, graph.producer),
+      backward_(graph, true, num_segments(graph, int(graph.backward_ops.size())), crossing_, maker_),
       forward_segment_(graph.num_ops, -1),
       queued_(graph.num_ops) {
   std::vector<uint8_t> is_late(graph.num_ops);
@@ -115,12 +132,25 @@ void Replay::flip(int value) {
   ready_[value] ^= 1;
   saved_bytes_ += crossing_[value] ? graph_.live[value] : -graph_.live[value];
   const int producer = graph_.producer[value];
+  if (graph_.form_of[value] >= 0) change_maker(graph_.form_of[value]);
   forward_.mark(forward_.ran_in[producer], Pass::kKernels);
   backward_.mark(backward_.ran_in[producer], Pass::kSchedule | Pass::kGroups | Pass::kKernels);
   backward_.mark_readers(value, Pass::kSchedule | Pass::kGroups | Pass::kKernels);
   if (graph_.gradient[value]) backward_.mark(backward_.num_segments - 1, Pass::kSchedule);  // the caller reads it as well
   backward_.forget(value);
   backward_.change_crossing(value);
+}
+
+// A form of `value` has begun or ceased to cross: another op makes it in backward.
+void Replay::change_maker(int value) {
+  constexpr int kAll = Pass::kSchedule | Pass::kGroups | Pass::kKernels;
+  const auto stored =
+      std::find_if(graph_.forms.begin(value), graph_.forms.end(value), [&](int stored) { return crossing_[stored]; });
+  backward_.mark(backward_.ran_in[maker_[value]], kAll);
+  maker_[value] = stored == graph_.forms.end(value) ? graph_.producer[value] : graph_.loader[*stored];
+  backward_.mark(backward_.ran_in[maker_[value]], kAll);
+  backward_.mark_readers(value, kAll);
+  backward_.forget(value);
 }
 
 // FREE ops that forward runs because a saved value needs them.
@@ -166,6 +196,7 @@ void Replay::leave(Pass& pass, int op, int marks) {
   const int segment = pass.ran_in[op];
   pass.ran_in[op] = -1;
   for (auto write = graph_.writes.begin(op); write != graph_.writes.end(op); ++write) {
+    if (pass.is_made_by_another(*write, op)) continue;
     pass.forget(*write);
     pass.mark_readers(*write, marks, segment);
     if (graph_.gradient[*write]) pass.mark(pass.num_segments - 1, marks);
@@ -183,7 +214,7 @@ void Replay::schedule_forward(int segment) {
 
 bool Replay::is_available(int value, int segment) const {
   if (ready_[value]) return true;
-  const int made_in = backward_.ran_in[graph_.producer[value]];
+  const int made_in = backward_.ran_in[maker_[value]];
   return made_in >= 0 && made_in <= segment;
 }
 
@@ -218,7 +249,7 @@ void Replay::bring(const int32_t* begin, const int32_t* end, int segment) {
   if (stack_.empty()) return;
   missing_.clear();
   while (!stack_.empty()) {
-    const int op = graph_.producer[stack_.back()];
+    const int op = maker_[stack_.back()];
     stack_.pop_back();
     if (queued_[op]) continue;
     queued_[op] = 1;

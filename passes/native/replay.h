@@ -8,13 +8,13 @@ namespace dyngran {
 // What really crosses of the values that a plan wishes to save.
 class Normalizer {
  public:
-  explicit Normalizer(const Graph& graph) : graph_(graph), crossing_(graph.num_values), seen_(graph.num_values) {}
+  explicit Normalizer(const Graph& graph) : graph_(graph), crossing_(graph.num_values), seen_(graph.num_values), reruns_(graph.num_ops) {}
   const std::vector<uint8_t>& normalize(const uint8_t* wished);
 
  private:
   const Graph& graph_;
-  std::vector<uint8_t> crossing_, seen_;
-  std::vector<int32_t> stack_;
+  std::vector<uint8_t> crossing_, seen_, reruns_;  // reruns_: per op
+  std::vector<int32_t> stack_, chosen_;
 };
 
 // Stands at one plan and moves to others: only segments that a difference reaches are replayed.
@@ -31,6 +31,7 @@ class Replay {
 
  private:
   void flip(int value);
+  void change_maker(int value);
   void begin_again();
   void find_early();
   void schedule_forward(int segment);
@@ -42,6 +43,7 @@ class Replay {
 
   const Graph& graph_;
   std::vector<uint8_t> crossing_;
+  std::vector<int32_t> maker_;  // per value, in backward: the op that loads it where a form of it crosses, else its producer
   Pass forward_, backward_;
   std::vector<int32_t> forward_segment_;  // per op, -1 if it needs a tangent
   std::vector<int32_t> forward_starts_;   // per segment, the first of its ops

@@ -22,6 +22,7 @@ from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from dyngran.passes.forms import crossing_values
 from dyngran.passes.local import LocalProblem, RegionGraph
 from dyngran.passes.moves import LARGE, choosable, side_by_side
 from dyngran.passes.native.graph import NativeOutcome, NativeSearch, PathOption, Places, Stop, Walk, choose_path
@@ -341,6 +342,7 @@ def _candidates(local: LocalProblem) -> list[int]:
         seen.add(value)
         if not problem.ops[producer].pinned:
             stack.extend(problem.ops[producer].reads)
+    seen.update(form.stored for form in problem.forms if form.value in seen)
     return choosable(problem, sorted(seen))
 
 
@@ -357,7 +359,7 @@ def _option(local: LocalProblem, crossing: frozenset[int], found: NativeOutcome)
         forward_peak_bytes=found.forward_peak_bytes - input_bytes,
         backward_peak_bytes=found.backward_peak_bytes - input_bytes,
         time_us=found.time_us,
-        saves_output=local.leaving <= crossing,
+        saves_output=local.leaving <= crossing_values(local.problem, crossing),
     )
 
 

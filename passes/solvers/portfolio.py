@@ -19,6 +19,7 @@ from time import monotonic
 from dyngran.passes.archive import TIE_US, Accepts, Archive, Entry, Judge, Proposal
 from dyngran.passes.bounds import lower_bound
 from dyngran.passes.errors import InvalidOption
+from dyngran.passes.forms import crossing_values
 from dyngran.passes.moves import LARGE
 from dyngran.passes.native.graph import Stop
 from dyngran.passes.plan import Plan, Schedule
@@ -30,6 +31,7 @@ from dyngran.passes.solvers import (
     dtr,
     every,
     exhaustive,
+    forms,
     hierarchical,
     ilp,
     mincut,
@@ -67,6 +69,7 @@ MIN_SEEDS = 12
 MAX_BETWEEN_CUTS = 4  # times as many plans between cuts as a policy may seed
 NUM_CUT_RUNGS = 10
 CUT_SWEEPS = 2  # that are looked into for each rung
+NUM_FORM_STARTS = 12  # plans without forms that are looked at with forms
 NUM_GUIDES = 12  # plans of others whose choices are options of the hierarchical planner
 MAX_MUTWO_OPS = 5000  # above it others find as much in less time
 MAX_MUTWO_PLANS = 40  # of the greedy's way, as seeds; solver="mutwo" tries more
@@ -109,6 +112,7 @@ class Planner:
     ) -> None:
         self.problem = problem
         self.simulator = Simulator(problem)
+        self._bare = self.simulator.bare  # for those who know no forms
         self.judge = Judge(self.simulator, on_simulation=self._tick, accepts=accepts)
         self.truncated = False
         self._progress = progress or (lambda line: None)
@@ -188,7 +192,7 @@ class Planner:
         self._done.add("search")
         with self._searching():
             for name in ("default", "stock"):
-                self._once(name, name, PROPOSERS[name](self.simulator))
+                self._once(name, name, PROPOSERS[name](self._bare))
             if exhaustive.applies(self.simulator):
                 self._once("exhaustive", "exhaustive", exhaustive.propose(self.simulator))
             elif not self._is_all_forward:
@@ -198,13 +202,15 @@ class Planner:
         num_ops = len(self.problem.ops)
         count = max(MIN_SEEDS, (SEED_WORK if num_ops <= LARGE else SEED_WORK_IF_LARGE) // max(1, num_ops))
         for name in ("region", "every", "sqrt", "selective"):
-            self._once(name, name, islice(PROPOSERS[name](self.simulator), count))
+            self._once(name, name, islice(PROPOSERS[name](self._bare), count))
         if len(self.problem.ops) <= MAX_MUTWO_OPS:
-            self._once("mutwo seeds", "mutwo", mutwo.propose(self.simulator, max_plans=min(count, MAX_MUTWO_PLANS)))
+            self._once("mutwo seeds", "mutwo", mutwo.propose(self._bare, max_plans=min(count, MAX_MUTWO_PLANS)))
         self._once("mincut", "mincut", self._cuts_and_between(count))
         self._once("mincut by rungs", "mincut", self._mincut_by_rungs())
-        if len(self.simulator.candidates) <= MAX_ILP_CANDIDATES:
+        if len(self._bare.candidates) <= MAX_ILP_CANDIDATES:
             self._once("ilp seeds", "ilp", self._ilp_seeds())
+        if self.problem.forms:
+            self._once("forms", "forms", forms.propose(self.simulator, self._along_the_frontier(NUM_FORM_STARTS)))
         self._once("regions", "hierarchical", self._by_regions("auto", None, guides=NUM_GUIDES))
         if not self._stop:
             self._say("polishing")
@@ -216,11 +222,11 @@ class Planner:
 
     def _sweeps(self) -> mincut.Sweeps:
         if self._cuts is None:
-            self._cuts = mincut.Sweeps(self.simulator)
+            self._cuts = mincut.Sweeps(self._bare)
         return self._cuts
 
     def _mincut(self, budget_bytes: int | None) -> Iterator[Proposal]:
-        return mincut.propose(self.simulator, budget_bytes=budget_bytes, known=self._sweeps())
+        return mincut.propose(self._bare, budget_bytes=budget_bytes, known=self._sweeps())
 
     def _cuts_and_between(self, count: int) -> Iterator[Proposal]:
         yield from self._sweeps().masks()
@@ -248,17 +254,17 @@ class Planner:
             return
         with self._searching():
             for name in ("revolve", "dtr"):
-                self._once(f"{name} for {budget_bytes} bytes", name, PROPOSERS[name](self.simulator, budget_bytes=budget_bytes))
+                self._once(f"{name} for {budget_bytes} bytes", name, PROPOSERS[name](self._bare, budget_bytes=budget_bytes))
             self._once(stage, "anneal", self._orders(budget_bytes))
 
     def _orders(self, budget_bytes: int) -> Iterator[Schedule]:
         """Walks from the best that is known; where only orders differ, from the given one as well, since the best may be a dead end."""
         starts = [self._start_of_orders(budget_bytes)]
         if self._is_all_forward:
-            starts.append(anneal.schedule_of(self.simulator, self.simulator.default_saved))
+            starts.append(anneal.schedule_of(self._bare, self._bare.default_saved))
         moves = anneal.MAX_MOVES // (1 if len(self.problem.ops) <= LONG_WALK_OPS else len(starts))
         for start in starts:
-            yield from anneal.orders(self.simulator, budget_bytes, start, self._stop, max_moves=moves)
+            yield from anneal.orders(self._bare, budget_bytes, start, self._stop, max_moves=moves)
 
     def _is_fastest_proven(self, budget_bytes: int | None) -> bool:
         """Whether no order of ops could be faster than the best saved set for a budget; with a fusing code generator order is not ours."""
@@ -282,15 +288,15 @@ class Planner:
             for transient_bytes in sorted({*rungs_below, *rungs_above}, reverse=True):
                 budget_bytes = static + transient_bytes
                 for name in ("revolve", "dtr") if len(self.problem.ops) <= MAX_POLICY_OPS else ():
-                    self._once(f"{name} for {budget_bytes} bytes", name, PROPOSERS[name](self.simulator, budget_bytes=budget_bytes))
+                    self._once(f"{name} for {budget_bytes} bytes", name, PROPOSERS[name](self._bare, budget_bytes=budget_bytes))
                 start = self._start_of_orders(budget_bytes)
-                proposed = anneal.orders(self.simulator, budget_bytes, start, self._stop, work=RUNG_WORK, max_moves=MAX_RUNG_MOVES)
+                proposed = anneal.orders(self._bare, budget_bytes, start, self._stop, work=RUNG_WORK, max_moves=MAX_RUNG_MOVES)
                 self._once(f"orders for {budget_bytes} bytes", "anneal", proposed)
 
     def _start_of_orders(self, budget_bytes: int) -> Schedule:
         entry = self.judge.archive.best(budget_bytes) or self.judge.archive.least()
         assert entry is not None
-        return entry.outcome.schedule or anneal.schedule_of(self.simulator, entry.outcome.saved)
+        return entry.outcome.schedule or anneal.schedule_of(self._bare, crossing_values(self.problem, entry.outcome.saved))
 
     def _run(self, name: str, budget_bytes: int | None) -> None:
         """Let one solver propose."""
@@ -301,20 +307,24 @@ class Planner:
             elif name == "mincut":
                 proposed = self._mincut(budget_bytes)
             elif name == "ilp":
-                proposed = ilp.propose(self.simulator, budget_bytes=budget_bytes, cut_off=self._cut_off)
+                proposed = ilp.propose(self._bare, budget_bytes=budget_bytes, cut_off=self._cut_off)
             elif name == "anneal":
-                proposed = anneal.propose(self.simulator, budget_bytes=budget_bytes, stop=self._stop)
+                proposed = anneal.propose(self._bare, budget_bytes=budget_bytes, stop=self._stop)
             else:
-                proposed = PROPOSERS[name](self.simulator, budget_bytes=budget_bytes)
+                proposed = PROPOSERS[name](self._bare, budget_bytes=budget_bytes)
             self._once(stage, name, proposed)
 
     def _hierarchy_of(self, who: str, *, guides: int) -> hierarchical.Hierarchy | None:
         """The regions and options that one solver plans with: what is asked of one says nothing to another."""
         if who not in self._hierarchies and self.simulator.candidates:
-            entries = self.judge.archive.frontier()
-            guiding = dict.fromkeys(entries[place * len(entries) // guides].outcome.saved for place in range(guides))
-            self._hierarchies[who] = hierarchical.Hierarchy(self.simulator, guides=list(guiding), stop=self._stop)
+            guiding = self._along_the_frontier(guides)
+            self._hierarchies[who] = hierarchical.Hierarchy(self.simulator, guides=guiding, stop=self._stop)
         return self._hierarchies.get(who)
+
+    def _along_the_frontier(self, count: int) -> list[frozenset[int]]:
+        """At most so many saved sets of the plans found so far, evenly spread."""
+        entries = self.judge.archive.frontier()
+        return list(dict.fromkeys(entries[place * len(entries) // count].outcome.saved for place in range(count)))
 
     @contextmanager
     def _searching(self) -> Iterator[None]:
@@ -333,7 +343,10 @@ class Planner:
             return
         self._done.add(stage)
         self._say(stage)
+        num_values = len(self.problem.values)
         for proposal in proposed:
+            if isinstance(proposal, bytes):  # those who know no forms know nothing of the last values
+                proposal = proposal.ljust(num_values, b"\0")
             self.judge.judge_any(proposal, solver)
             if self._stop:
                 return
@@ -360,7 +373,7 @@ class Planner:
         transient = self.simulator.evaluate(self.simulator.default_saved).peak_bytes - static
         for share in ILP_SHARES:
             budget_bytes = static + int(share * transient)
-            yield from ilp.propose(self.simulator, budget_bytes=budget_bytes, limits=ILP_LIMITS, max_rounds=1, cut_off=self._cut_off)
+            yield from ilp.propose(self._bare, budget_bytes=budget_bytes, limits=ILP_LIMITS, max_rounds=1, cut_off=self._cut_off)
 
 
 class _SafetyStop:

@@ -1,0 +1,156 @@
+"""Ways to store values between forward and backward other than as they are, put into a planning problem.
+
+A form is a second value that may cross to backward instead of the first: an op stores it in forward, right after the value is made, and
+an op loads the value from it in backward, where the value would otherwise be kept or recomputed (`Problem.forms`). So a saved set says
+everything: it names the value (KEEP), the stored form (PACK, NARROW, ...) or neither (RECOMPUTE). Values of the problem without forms
+keep their numbers, and a set of them means the same in both.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from dyngran.passes.plan import Action, Schedule
+from dyngran.passes.problem import Form, Kind, Op, Problem, Side, Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """What storing, or loading, costs: device time (us) and where that is from, workspace (bytes), and whether a fusing code generator may
+    inline it as one loop over ``num_elements``."""
+
+    cost_us: float
+    cost_source: str = "roofline"
+    workspace_bytes: int = 0
+    fusible: bool = False
+    reduction: bool = False
+    num_elements: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """One way to store ``value`` in ``size_bytes``; `Form` says what the other fields mean."""
+
+    value: int
+    action: Action
+    format: str
+    size_bytes: int
+    store: Transfer
+    load: Transfer
+    error: str = ""
+    barred: frozenset[int] = frozenset()
+
+
+def with_forms(problem: Problem, offers: Sequence[Offer]) -> Problem:
+    """The problem with every offer as a form; stored values come after all others, in the order of the offers.
+
+    Raises ValueError for a problem that has forms, and for an offer of what no op makes, what the caller holds, or what depends on a tangent.
+    """
+    if problem.forms:
+        raise ValueError("the problem has forms already: offer all of them at once")
+    by_producer: dict[int, list[int]] = defaultdict(list)
+    for place, offer in enumerate(offers):
+        by_producer[_producer_of(problem, offer)].append(place)
+    ops: list[Op] = []
+    moved_to: list[int] = []
+    forms: dict[int, Form] = {}
+    for op in problem.ops:
+        moved_to.append(len(ops))
+        ops.append(op if op.index == len(ops) else replace(op, index=len(ops)))
+        for place in by_producer.get(op.index, ()):
+            offer, stored = offers[place], len(problem.values) + place
+            forms[place] = Form(
+                value=offer.value,
+                stored=stored,
+                store=len(ops),
+                load=len(ops) + 1,
+                action=offer.action,
+                format=offer.format,
+                error=offer.error,
+            )
+            name = f"{problem.values[offer.value].name} as {offer.format}"
+            ops.append(_op(offer.store, len(ops), f"store {name}", (offer.value,), (stored,), op.region))
+            ops.append(_op(offer.load, len(ops), f"load {name}", (stored,), (), op.region))
+    values = [value if value.producer is None else replace(value, producer=moved_to[value.producer]) for value in problem.values]
+    for place, offer in enumerate(offers):
+        whole = problem.values[offer.value]
+        values.append(
+            Value(
+                index=len(values),
+                name=f"{whole.name} as {offer.format}",
+                size_bytes=offer.size_bytes,
+                kind=Kind.ACTIVATION,
+                producer=forms[place].store,
+                label=f"{whole.label or whole.name} as {offer.format}",
+            )
+        )
+    barred = [frozenset(moved_to[op] for op in offer.barred) for offer in offers]
+    placed = tuple(replace(forms[place], barred=barred[place]) for place in range(len(offers)))
+    return replace(problem, values=tuple(values), ops=tuple(ops), forms=placed)
+
+
+def _producer_of(problem: Problem, offer: Offer) -> int:
+    value = problem.values[offer.value]
+    is_held = offer.value in problem.forward_outputs or offer.value in problem.gradients
+    if value.producer is None or is_held or problem.ops[value.producer].side is Side.BACKWARD:
+        raise ValueError(f"{value.name} cannot be stored as {offer.format}: it is an input, an output, a gradient, or made in backward")
+    return value.producer
+
+
+def _op(transfer: Transfer, index: int, name: str, reads: tuple[int, ...], writes: tuple[int, ...], region: str) -> Op:
+    return Op(
+        index=index,
+        name=name,
+        target=name.split(" ", maxsplit=1)[0] + " as " + name.rsplit(" ", maxsplit=1)[1],
+        side=Side.FREE,
+        reads=reads,
+        writes=writes,
+        cost_us=transfer.cost_us,
+        cost_source=transfer.cost_source,
+        workspace_bytes=transfer.workspace_bytes,
+        region=region,
+        fusible=transfer.fusible,
+        reduction=transfer.reduction,
+        num_elements=transfer.num_elements,
+    )
+
+
+def without_forms(problem: Problem) -> Problem:
+    """The problem that `with_forms` was given."""
+    if not problem.forms:
+        return problem
+    order = base_ops(problem)
+    number = {index: place for place, index in enumerate(order)}
+    ops = tuple(replace(problem.ops[index], index=place) for place, index in enumerate(order))
+    base = [value for value in problem.values if value.index not in problem.form_of]
+    values = tuple(value if value.producer is None else replace(value, producer=number[value.producer]) for value in base)
+    return replace(problem, values=values, ops=ops, forms=())
+
+
+def base_ops(problem: Problem) -> tuple[int, ...]:
+    """The ops that neither store nor load a form, in order: the number of each op of the problem without forms in this one."""
+    transfers = {index for form in problem.forms for index in (form.store, form.load)}
+    return tuple(op.index for op in problem.ops if op.index not in transfers)
+
+
+def schedule_with_forms(problem: Problem, schedule: Schedule) -> Schedule:
+    """A schedule of the problem without forms, in the numbers of this one."""
+    order = base_ops(problem)
+    return replace(schedule, forward=_numbered(order, schedule.forward), backward=_numbered(order, schedule.backward))
+
+
+def schedule_without_forms(problem: Problem, schedule: Schedule) -> Schedule:
+    """A schedule of this problem that neither stores nor loads a form, in the numbers of the problem without forms."""
+    order = {index: place for place, index in enumerate(base_ops(problem))}
+    return replace(schedule, forward=_numbered(order, schedule.forward), backward=_numbered(order, schedule.backward))
+
+
+def _numbered(numbers: Sequence[int] | dict[int, int], ops: Iterable[int]) -> tuple[int, ...]:
+    return tuple(numbers[op] for op in ops)
+
+
+def crossing_values(problem: Problem, saved: Iterable[int]) -> frozenset[int]:
+    """The values that a saved set keeps in whatever form: itself, with stored forms replaced by the values that they stand for."""
+    return frozenset(problem.form_of[value].value if value in problem.form_of else value for value in saved)
