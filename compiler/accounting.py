@@ -38,7 +38,7 @@ from dyngran.compiler.wrapper_code import (
 from dyngran.compiler.wrapper_layouts import Layouts
 from dyngran.passes.errors import UnknownSize
 from dyngran.passes.plan import Plan
-from dyngran.passes.problem import Kind
+from dyngran.passes.problem import Kind, Problem
 
 log = logging.getLogger("dyngran.accounting")
 
@@ -68,9 +68,12 @@ class WrapperAccount:
         return found[0] if len(found) == 1 else None
 
 
-def wrapper_peak(account: WrapperAccount, captured: Captured, plan: Plan, measure: Measure | None = None) -> int | None:
+def wrapper_peak(
+    account: WrapperAccount, captured: Captured, plan: Plan, measure: Measure | None = None, *, problem: Problem | None = None
+) -> int | None:
     """Transient peak of one step in bytes, or None if there is no generated code or it cannot be read.
 
+    ``problem`` is that of ``captured``, unless the plan is of one with forms.
     ``measure(target, arguments)`` gives the workspace of a call in bytes: convolutions get it for the layouts that the code really uses.
     """
     forward, backward = account.single(is_backward=False), account.single(is_backward=True)
@@ -80,11 +83,12 @@ def wrapper_peak(account: WrapperAccount, captured: Captured, plan: Plan, measur
     kept = frozenset(node.name for value, node in enumerate(captured.nodes) if node is not None and value in held and value in plan.saved)
     still_held = sum(captured.problem.values[value].size_bytes for value in held if value not in plan.saved)
     copied = sum(op.workspace_bytes for op in captured.problem.ops if op.name == TAKE_OVER)
+    problem = problem or captured.problem
     try:
-        first = _Replay(forward, captured, measure=measure)
+        first = _Replay(forward, captured, problem, measure=measure)
         in_forward = first.peak()
         saved = first.returned[captured.joint.num_fwd_outputs :]
-        second = _Replay(backward, captured, measure=measure, saved=saved, never_freed=kept)
+        second = _Replay(backward, captured, problem, measure=measure, saved=saved, never_freed=kept)
         in_backward = max(second.peak(), second.live() + copied)
     except (UnreadableWrapper, UnknownSize) as error:
         log.info("generated code is not accounted for: %s", error)
@@ -113,6 +117,7 @@ class _Replay:
         self,
         code: torch_private.GeneratedCode,
         captured: Captured,
+        problem: Problem,
         *,
         measure: Measure | None,
         saved: Sequence[dict[int, int] | None] = (),
@@ -136,11 +141,11 @@ class _Replay:
         self._layouts = Layouts(captured.device)
         self._unused = by_target(code.graph.graph.nodes)
         self._in_bodies = by_target(nodes_of_bodies(code.graph))
-        self._workspace = {op.name: (op_name(op.target), op.workspace_bytes) for op in captured.problem.ops}
-        sizes = [value.size_bytes for value in captured.problem.values]
-        self._results = {op.name: (op_name(op.target), [sizes[w] for w in op.writes if sizes[w]]) for op in captured.problem.ops}
+        self._workspace = {op.name: (op_name(op.target), op.workspace_bytes) for op in problem.ops}
+        sizes = [value.size_bytes for value in problem.values]
+        self._results = {op.name: (op_name(op.target), [sizes[w] for w in op.writes if sizes[w]]) for op in problem.ops}
         self._like: dict[tuple[str, int], int] = {}  # for calls of no op's name: most that this operator needs for as many bytes of results
-        for op in captured.problem.ops:
+        for op in problem.ops:
             key = (op_name(op.target), sum(sizes[write] for write in op.writes))
             self._like[key] = max(op.workspace_bytes, self._like.get(key, 0))
 

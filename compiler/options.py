@@ -45,6 +45,7 @@ OPTION_NAMES = (
     "storage",
 )
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch.compile's
+LOSSY = ("bf16", "fp16", "fp8", "fp8_e5m2", "int8", "int4")  # formats that round; `compiler.codecs` carries them out
 OURS_IN_INDUCTOR = "custom_partitioner_fn"  # the door through which dyngran's own plan enters
 
 
@@ -76,7 +77,7 @@ class Options:
     Attributes:
         budget: peak of one step; None sets no limit. uses_plan_budget: none was named, so the one that the plan file was made for counts.
         codegen: who generates code. solver: one of `SOLVERS`.
-        storage: lossy formats that are allowed by name; always empty in this version.
+        storage: lossy formats (of `LOSSY`) that values may be stored in between forward and backward; none without a name.
         plan: file to take the plan from instead of solving; not opened here. plan_mismatch: what to do if it is for another graph.
         guard: watch memory and time while training runs.
         device_profile: name of the device to plan for; None is the one the model is on.
@@ -195,7 +196,11 @@ def _choice(name: str, value: object, valid: Iterable[str]) -> str:
     names = tuple(valid)
     if isinstance(text, str) and text in names:
         return text
-    raise InvalidOption(f"{name} = {value!r} is not known{_nearest(text, names)}. Valid values are {', '.join(map(repr, names))}.")
+    raise InvalidOption(f"{name} = {value!r} is not known{_nearest(text, names)}. Valid values are {_names_of(names)}.")
+
+
+def _names_of(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
 def _nearest(text: object, names: Iterable[str]) -> str:
@@ -204,12 +209,17 @@ def _nearest(text: object, names: Iterable[str]) -> str:
 
 
 def _storage(value: object) -> tuple[str, ...]:
-    if value is None or (isinstance(value, (tuple, list)) and not value):
+    if value is None:
         return ()
-    raise InvalidOption(
-        f"storage = {value!r}: lossy and packed storage are not built into this version yet. "
-        "Remove the option: recomputation alone reaches a budget without changing a gradient."
-    )
+    if isinstance(value, str) or not isinstance(value, (tuple, list, set, frozenset)):
+        raise InvalidOption(f"storage = {value!r} must be a list of formats, as storage=['bf16']. Valid formats are {_names_of(LOSSY)}.")
+    for name in value:
+        if not isinstance(name, str) or name not in LOSSY:
+            raise InvalidOption(
+                f"storage: {name!r} is no format{_nearest(name, LOSSY)}. Valid formats are {_names_of(LOSSY)}; what changes no gradient "
+                "(bits, narrow integers) needs no name."
+            )
+    return tuple(name for name in LOSSY if name in value)
 
 
 def _plan(value: object) -> Path | None:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import fx
 
 from dyngran.compiler import torch_private
 from dyngran.compiler.capture import Captured
+from dyngran.compiler.codecs import Codec, Writer
 from dyngran.compiler.order_rules import order_rules
 from dyngran.compiler.unroll import unroll
 from dyngran.passes.errors import GraphBroken, InvalidOption
+from dyngran.passes.forms import loaded_name, stored_name
 from dyngran.passes.order_rules import check_order
 from dyngran.passes.plan import Schedule
 from dyngran.passes.rewrite import delay_recompute, drop_unread, raise_shape_reads
 from dyngran.passes.schedule import check_schedule
 
 
-def partition(captured: Captured, saved: Iterable[int], schedule: Schedule | None = None) -> tuple[fx.GraphModule, fx.GraphModule]:
+def partition(
+    captured: Captured, saved: Iterable[int], schedule: Schedule | None = None, *, codecs: Mapping[int, tuple[int, Codec]] = {}
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """(forward, backward) modules for a set of saved values, random masks replayed, recompute placed before its first reader.
+
+    Saved values beyond those of the graph are stored forms: ``codecs`` says of which value each is, and how it is stored.
 
     With a ``schedule`` both run its ops in its order, as often as it says; runs whose results nobody reads are left out.
 
@@ -29,7 +36,9 @@ def partition(captured: Captured, saved: Iterable[int], schedule: Schedule | Non
     if schedule is not None:
         return _partition_scheduled(captured, frozenset(saved), schedule)
     joint = captured.joint.module
-    saved_nodes = [node for value in sorted(set(saved)) if (node := captured.nodes[value]) is not None]
+    stored = dict(codecs[value] for value in saved if value in codecs)
+    crossing = {codecs[value][0] if value in codecs else value for value in saved}
+    saved_nodes = [node for value in sorted(crossing) if (node := captured.nodes[value]) is not None]
     symbols = _forward_symbols(captured)
     forward, backward = _extract(captured, joint, _inputs_of_backward(captured, joint, saved_nodes) + saved_nodes, symbols)
     _drop_unread_random(backward)
@@ -38,7 +47,43 @@ def partition(captured: Captured, saved: Iterable[int], schedule: Schedule | Non
         backward, is_root=lambda node: torch_private.is_tangent(node) or torch_private.must_be_in_backward(node) or _is_mutation(node)
     )
     _check_no_pinned_twice(captured, forward, backward)
+    for value, codec in sorted(stored.items()):
+        _store(captured, value, codec, forward, backward)
     return _raised(forward), _raised(backward)
+
+
+def _store(captured: Captured, value: int, codec: Codec, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    """Let a form of a saved value cross instead: stored as soon as it is made, loaded just before it is read.
+
+    Raises GraphBroken if the value does not cross as it is, or is what the caller gets.
+    """
+    original = captured.nodes[value]
+    assert original is not None
+    made, read = (next((node for node in module.graph.nodes if node.name == original.name), None) for module in (forward, backward))
+    output = forward.graph.output_node()
+    results: list[Any] = [*output.args[0]]  # type: ignore[misc]  # it returns a tuple
+    places = [place for place, result in enumerate(results) if result is made]
+    if made is None or read is None or read.op != "placeholder" or len(places) != 1 or places[0] < captured.joint.num_fwd_outputs:
+        raise GraphBroken(f"pass partition cannot store {original.name} as {codec.format}: it does not cross to backward by itself")
+    like, meta = made.meta["val"], {name: made.meta[name] for name in ("nn_module_stack", "stack_trace", "seq_nr") if name in made.meta}
+    fused = captured.problem.fused
+    with forward.graph.inserting_before(made.next):
+        stored = codec.store(Writer(forward.graph, like, fused=fused, meta=meta), made)
+    stored.name = stored_name(original.name, codec.format)
+    results[places[0]] = stored
+    output.args = (tuple(results),)
+    users = list(read.users)
+    with backward.graph.inserting_before(read):
+        placeholder = backward.graph.placeholder(stored.name)
+    placeholder.meta = {**read.meta, **stored.meta}
+    if users:
+        with backward.graph.inserting_before(min(users)):
+            loaded = codec.load(Writer(backward.graph, like, fused=fused, meta=meta), placeholder, like)
+        loaded.name = loaded_name(original.name, codec.format)
+        read.replace_all_uses_with(loaded)
+    backward.graph.erase_node(read)
+    for module in (forward, backward):
+        module.recompile()
 
 
 def check_runnable(captured: Captured, schedule: Schedule) -> None:

@@ -452,7 +452,7 @@ class PlannedGraph:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         self._plan_graph(joint, num_fwd_outputs, static_indices, held)
         assert self.strategy is not None and self.plan is not None
-        return partition(self.strategy.captured, self.plan.saved, self.plan.schedule)
+        return partition(self.strategy.captured, self.plan.saved, self.plan.schedule, codecs=self.strategy.codecs)
 
     def _plan_graph(self, joint: fx.GraphModule, num_fwd_outputs: int, static_indices: tuple[int, ...], held: Sequence[Any]) -> None:
         """Capture a joint graph and choose its plan."""
@@ -501,7 +501,9 @@ class PlannedGraph:
         """Account for the generated code: the plan's prediction becomes what that code allocates."""
         if self.plan is None or self.strategy is None:
             return True
-        transient_bytes = wrapper_peak(account, self.strategy.captured, self.plan, self.strategy.measure_workspace)
+        transient_bytes = wrapper_peak(
+            account, self.strategy.captured, self.plan, self.strategy.measure_workspace, problem=self.strategy.problem
+        )
         if transient_bytes is None:
             if self.options.codegen is Codegen.EAGER or self.budget_bytes is None:
                 return True

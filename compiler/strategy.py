@@ -19,7 +19,7 @@ from dyngran.compiler.options import Codegen, Options, Outputs, PlanMismatchPoli
 from dyngran.compiler.order_rules import order_rules
 from dyngran.compiler.partition import check_runnable
 from dyngran.compiler.plans.applied_plan import REMEDY, AppliedPlan, apply_document
-from dyngran.compiler.plans.planfile import PlanDocument, check_applicable, for_problem, load_plan
+from dyngran.compiler.plans.planfile import PlanDocument, check_applicable, for_problem, load_plan, saved_for_problem
 from dyngran.compiler.prepare import prepare
 from dyngran.compiler.pricing import device_spec, price_nodes, workspace_meter
 from dyngran.compiler.room import GUESSED_SLACK, KNOWN_SLACK, LOSS_BYTES, room_beside
@@ -37,10 +37,12 @@ from dyngran.compiler.store import (
     remember_transient,
     store_key,
 )
+from dyngran.compiler.stored_forms import StoredForm, find_forms
 from dyngran.passes.bounds import bound_of
 from dyngran.passes.decide import decide
 from dyngran.passes.errors import BudgetTooSmall, PlanMismatch, format_bytes
 from dyngran.passes.fingerprint import fingerprint
+from dyngran.passes.forms import with_forms
 from dyngran.passes.order_rules import OrderRules, at_the_ends, check_order
 from dyngran.passes.plan import Plan, Schedule
 from dyngran.passes.problem import Kind, Problem
@@ -75,6 +77,7 @@ class Strategy:
         accounted: peak with the problem's static bytes by generated code, per saved set.
         generated: the saved sets among them whose code was generated here, and not by an earlier process.
         graph_problem: the problem of the graph alone, without what the step before left to be held; a plan file refers to it.
+        codecs: per stored form in `problem` the value that it stands for, and how it is stored.
         num_equal_before: graphs of the same step that are equal to this one and run before it.
         applied: the plan of a file in the numbers of this graph, once it was asked for. file_notes: what `explain` says of it.
         is_resolving: a plan file was asked for, turned out to be for another graph, and plans are searched for instead.
@@ -85,7 +88,16 @@ class Strategy:
             fall by their simulation.
     """
 
-    def __init__(self, captured: Captured, options: Options, mark: str, *, bare: Problem | None = None, is_offline: bool = False) -> None:
+    def __init__(
+        self,
+        captured: Captured,
+        options: Options,
+        mark: str,
+        *,
+        bare: Problem | None = None,
+        forms: Sequence[StoredForm] = (),
+        is_offline: bool = False,
+    ) -> None:
         self.captured = captured
         self.options = options
         self.fingerprint = mark
@@ -94,8 +106,11 @@ class Strategy:
         self.applied: AppliedPlan | None = None
         self.num_equal_before = 0
         self._extra_bytes = self.gradient_bytes = 0
-        self.planner = Planner(_with_stock(captured), progress=log.info, accepts=self._runnable)
-        self.graph_problem = replace(bare or captured.problem, stock=self.problem.stock)
+        whole, bare = _with_stock(captured), bare or captured.problem
+        moved = [form.moved(len(whole.ops) > len(bare.ops)) for form in forms]
+        self.planner = Planner(with_forms(whole, [form.offer for form in moved]), progress=log.info, accepts=self._runnable)
+        self.graph_problem = with_forms(replace(bare, stock=whole.stock), [form.offer for form in forms])
+        self.codecs = {made.stored: (made.value, form.codec) for made, form in zip(self.problem.forms, forms, strict=True)}
         self._rules: OrderRules | None = None
         self.margin_bytes = 0
         self.correction_bytes = 0
@@ -107,7 +122,7 @@ class Strategy:
         self.is_code_read = not is_offline
         self.is_plain = False
         self._without_code: set[frozenset[int]] = set()
-        self.store_key = NOT_KEPT if is_offline else store_key(mark, captured.problem, options)
+        self.store_key = NOT_KEPT if is_offline else store_key(mark, self.problem, options)
         static = captured.problem.total_static_bytes
         self.accounted = {saved: static + transient for saved, transient in recall_transients(self.store_key).items()}
         for saved in self.accounted:
@@ -140,6 +155,15 @@ class Strategy:
         spec = device_spec(device, options.device_profile)
         static = measure_static(held, device, carried_bytes=carried.present_bytes)
         limit = profiling_limit(options.budget, static, device)
+        price = functools.partial(
+            price_nodes,
+            spec=spec,
+            limit_bytes=limit,
+            fused=fused,
+            channels_last=channels_last,
+            measure=options.device_profile is None,
+            progress=log.info,
+        )
         captured = capture(
             JointGraph(
                 module=joint,
@@ -148,16 +172,7 @@ class Strategy:
                 input_kinds=kinds,
                 leaves=frozenset(gradients_to_come(held)),
             ),
-            price=lambda nodes, on: price_nodes(
-                nodes,
-                on,
-                spec=spec,
-                limit_bytes=limit,
-                fused=fused,
-                channels_last=channels_last,
-                measure=options.device_profile is None,
-                progress=log.info,
-            ),
+            price=price,
             fused=fused,
             static_bytes=static.bytes_by_kind,
             bytes_per_us=spec.bytes_per_us,
@@ -165,13 +180,14 @@ class Strategy:
             keep_below_bytes=options.keep_below,
             holds_outputs=options.outputs is Outputs.HELD,
         )
-        bare = captured.problem  # of the graph alone: a plan file serves whatever a loop holds
+        bare_captured, bare = captured, captured.problem  # of the graph alone: a plan file serves whatever a loop holds
         mark = fingerprint(bare)
         captured = captured.carrying(carried.planned_bytes)
         if earlier is not None and earlier.fingerprint == mark and earlier.carried_bytes == carried.planned_bytes:
             earlier.captured = captured
             return earlier
-        return cls(captured, options, mark, bare=bare, is_offline=is_offline)
+        forms = find_forms(bare_captured, options.storage, price)
+        return cls(captured, options, mark, bare=bare, forms=forms, is_offline=is_offline)
 
     def measure_workspace(self, target: object, args: tuple[object, ...]) -> int | None:
         """Workspace in bytes of a library call of generated code; None if it cannot be run here, as when planning for another device."""
@@ -201,8 +217,8 @@ class Strategy:
             self._rules = order_rules(self.captured)
         mended = at_the_ends(self._rules, schedule)
         try:
-            check_schedule(self.problem, mended)
-            check_order(self.problem, self._rules, mended)
+            check_schedule(self.captured.problem, mended)
+            check_order(self.captured.problem, self._rules, mended)
         except ValueError as error:
             log.info("a schedule was dropped: %s", error)
             return None
@@ -526,7 +542,7 @@ class Strategy:
     def _from_file(self, limit: int | None) -> Plan:
         assert self.options.plan is not None
         if self.applied is None:
-            check_applicable(self.document, codegen=self.options.codegen.value, source=self.options.plan)
+            check_applicable(self.document, codegen=self.options.codegen.value, source=self.options.plan, storage=self.options.storage)
             self.applied = apply_document(
                 self.document,
                 self.options.plan,
@@ -546,7 +562,7 @@ class Strategy:
         if applied.schedule is not None:
             plan = replace(stored, saved=applied.saved, schedule=applied.schedule)
             return self._prescribed(for_problem(plan, self.problem), limit)
-        outcome = self.planner.add(applied.saved, "file")
+        outcome = self.planner.add(saved_for_problem(applied.saved, self.problem), "file")
         peak_bytes = self._peak_of(outcome.saved)
         is_certain = not (self.problem.fused and self.is_code_read) or outcome.saved in self.accounted  # else its code will say
         if limit is not None and is_certain and peak_bytes > limit:
@@ -565,11 +581,12 @@ class Strategy:
     def _repaired(self, applied: AppliedPlan, limit: int | None) -> Plan:
         """A portable plan whose regions differ here: as it was mapped if it fits, else the fastest that one walk from it meets."""
         stored = applied.stored.plan
-        outcome = self.planner.add(applied.saved, "file")
+        saved = saved_for_problem(applied.saved, self.problem)
+        outcome = self.planner.add(saved, "file")
         if limit is None or self._need(outcome) <= limit:
             return self._plan_of(outcome, f"file, {stored.solver}")
         within = self._peak_within(limit) - max(0, self.correction_bytes)
-        outcome = self.planner.add(repair(self.simulator, applied.saved, within).saved, "file")
+        outcome = self.planner.add(repair(self.simulator, saved, within).saved, "file")
         known = [self.simulator.evaluate(saved) for saved in self.generated]  # earlier repairs of this plan, by their code
         outcome = min(
             [outcome, *known], key=lambda one: (self._need(one) > limit, one.time_us if self._need(one) <= limit else self._need(one))
@@ -587,7 +604,7 @@ class Strategy:
             raise PlanMismatch(
                 f"{self.options.plan}: its schedule cannot run on this graph: {error}. Make the plan again, or remove the option."
             ) from error
-        outcome = replay_schedule(self.problem, plan.schedule)
+        outcome = replay_schedule(self.captured.problem, plan.schedule)
         if outcome.saved != plan.saved:
             raise PlanMismatch(
                 f"{self.options.plan}: its schedule saves {len(outcome.saved)} values, and not the {len(plan.saved)} of its field 'saved'. "

@@ -14,11 +14,11 @@ import operator
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import CodeType, FrameType, FunctionType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -340,6 +340,20 @@ def _traced_again(node: fx.Node) -> torch.Tensor | None:
     with value.fake_mode:
         found: torch.Tensor = run(*args, **kwargs)
     return found
+
+
+def is_plain_fake(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether a value is a fake tensor and no subclass of one that wraps others."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return type(value) is FakeTensor
+
+
+def fake_call(like: torch.Tensor, target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator returns for fake tensors, in the mode that made ``like``."""
+    mode: Any = like.fake_mode  # type: ignore[attr-defined]  # fake tensors have it
+    with mode:
+        return target(*args, **kwargs)
 
 
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:

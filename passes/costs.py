@@ -29,7 +29,7 @@ CUSTOM_FACTOR = 2.0  # bytes of an operator of unknown work
 CUSTOM_FLOOR_LAUNCHES = 5.0
 
 COLLECTIVE_NAMESPACES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor"})
-PLAIN_NAMESPACES = frozenset({"aten", "prims"})
+PLAIN_NAMESPACES = frozenset({"aten", "prims", "dyngran"})
 
 # Passes over memory beyond one read of the inputs and one write of the outputs. Our estimates; measured costs replace them.
 _BYTE_FACTORS: dict[str, float] = {

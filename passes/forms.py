@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from dyngran.passes.plan import Action, Schedule
 from dyngran.passes.problem import Form, Kind, Op, Problem, Side, Value
@@ -19,7 +19,7 @@ from dyngran.passes.problem import Form, Kind, Op, Problem, Side, Value
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
     """What storing, or loading, costs: device time (us) and where that is from, workspace (bytes), and whether a fusing code generator may
-    inline it as one loop over ``num_elements``."""
+    inline it as one loop over ``num_elements``. ``target``: the operator that does it, for people and for whoever reads generated code."""
 
     cost_us: float
     cost_source: str = "roofline"
@@ -27,6 +27,7 @@ class Transfer:
     fusible: bool = False
     reduction: bool = False
     num_elements: int = 0
+    target: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,8 @@ class Offer:
 def with_forms(problem: Problem, offers: Sequence[Offer]) -> Problem:
     """The problem with every offer as a form; stored values come after all others, in the order of the offers.
 
-    Raises ValueError for a problem that has forms, and for an offer of what no op makes, what the caller holds, or what depends on a tangent.
+    Raises ValueError for a problem that has forms, and for an offer of what no op makes, what the caller holds, or what depends on a
+    tangent.
     """
     if problem.forms:
         raise ValueError("the problem has forms already: offer all of them at once")
@@ -70,16 +72,16 @@ def with_forms(problem: Problem, offers: Sequence[Offer]) -> Problem:
                 format=offer.format,
                 error=offer.error,
             )
-            name = f"{problem.values[offer.value].name} as {offer.format}"
-            ops.append(_op(offer.store, len(ops), f"store {name}", (offer.value,), (stored,), op.region))
-            ops.append(_op(offer.load, len(ops), f"load {name}", (stored,), (), op.region))
+            name = problem.values[offer.value].name
+            ops.append(_op(offer.store, len(ops), stored_name(name, offer.format), (offer.value,), (stored,), op.region))
+            ops.append(_op(offer.load, len(ops), loaded_name(name, offer.format), (stored,), (), op.region))
     values = [value if value.producer is None else replace(value, producer=moved_to[value.producer]) for value in problem.values]
     for place, offer in enumerate(offers):
         whole = problem.values[offer.value]
         values.append(
             Value(
                 index=len(values),
-                name=f"{whole.name} as {offer.format}",
+                name=stored_name(whole.name, offer.format),
                 size_bytes=offer.size_bytes,
                 kind=Kind.ACTIVATION,
                 producer=forms[place].store,
@@ -89,6 +91,16 @@ def with_forms(problem: Problem, offers: Sequence[Offer]) -> Problem:
     barred = [frozenset(moved_to[op] for op in offer.barred) for offer in offers]
     placed = tuple(replace(forms[place], barred=barred[place]) for place in range(len(offers)))
     return replace(problem, values=tuple(values), ops=tuple(ops), forms=placed)
+
+
+def stored_name(value: str, format: str) -> str:
+    """The name of the op that stores a value, and of what it makes."""
+    return f"{value}_as_{format}"
+
+
+def loaded_name(value: str, format: str) -> str:
+    """The name of the op that loads a value."""
+    return f"{value}_from_{format}"
 
 
 def _producer_of(problem: Problem, offer: Offer) -> int:
@@ -103,7 +115,7 @@ def _op(transfer: Transfer, index: int, name: str, reads: tuple[int, ...], write
     return Op(
         index=index,
         name=name,
-        target=name.split(" ", maxsplit=1)[0] + " as " + name.rsplit(" ", maxsplit=1)[1],
+        target=transfer.target or name,
         side=Side.FREE,
         reads=reads,
         writes=writes,
@@ -117,6 +129,28 @@ def _op(transfer: Transfer, index: int, name: str, reads: tuple[int, ...], write
     )
 
 
+def offers_of(problem: Problem) -> tuple[Offer, ...]:
+    """What `with_forms` was given, in the numbers of the problem without forms."""
+    number = {index: place for place, index in enumerate(base_ops(problem))}
+
+    def transfer(op: Op) -> Transfer:
+        return Transfer(**{one.name: getattr(op, one.name) for one in fields(Transfer)})
+
+    return tuple(
+        Offer(
+            value=form.value,
+            action=form.action,
+            format=form.format,
+            size_bytes=problem.values[form.stored].size_bytes,
+            store=transfer(problem.ops[form.store]),
+            load=transfer(problem.ops[form.load]),
+            error=form.error,
+            barred=frozenset(number[op] for op in form.barred),
+        )
+        for form in problem.forms
+    )
+
+
 def without_forms(problem: Problem) -> Problem:
     """The problem that `with_forms` was given."""
     if not problem.forms:
@@ -124,7 +158,7 @@ def without_forms(problem: Problem) -> Problem:
     order = base_ops(problem)
     number = {index: place for place, index in enumerate(order)}
     ops = tuple(replace(problem.ops[index], index=place) for place, index in enumerate(order))
-    base = [value for value in problem.values if value.index not in problem.form_of]
+    base = [value for value in problem.values if value.index not in problem.form_of]  # those that stand after all others
     values = tuple(value if value.producer is None else replace(value, producer=number[value.producer]) for value in base)
     return replace(problem, values=values, ops=ops, forms=())
 

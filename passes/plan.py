@@ -19,8 +19,8 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """One value's action. ``dimension`` and ``fraction`` belong to SLICE; to PACK and NARROW ``format``, the bytes that are ``stored_bytes``
-    of ``size_bytes``, and ``error``: by how much what is read in backward may differ, "" if it does not.
+    """One value's action. ``dimension`` and ``fraction`` belong to SLICE; to PACK and NARROW ``format``, ``stored_bytes`` (instead of
+    ``size_bytes``) and ``error``: by how much what is read in backward may differ, "" if it does not.
     """
 
     value: int

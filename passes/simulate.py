@@ -36,7 +36,7 @@ class Outcome:
     """What one saved set costs. ``peak_bytes`` includes static bytes; ``time_us`` is forward + backward.
 
     ``num_recomputed`` and ``recompute_us`` count ops that run in forward and again in backward, not those that only move to backward.
-    ``schedule`` is None unless the order of ops was prescribed; its ops are numbered as in the problem without forms, of which it uses none.
+    ``schedule`` is None unless the order of ops was prescribed; it uses no forms, and numbers ops as in the problem without them.
     """
 
     saved: frozenset[int]

@@ -16,8 +16,9 @@ from dyngran.compiler.plans.planfile import GraphPlan, Origin, PlanDocument
 from dyngran.compiler.plans.unplanned import unplanned_saved
 from dyngran.passes.correspondence import Correspondence, correspondence
 from dyngran.passes.errors import PlanMismatch, format_bytes
+from dyngran.passes.forms import crossing_values, without_forms
 from dyngran.passes.isomorphism import Isomorphism, isomorphism
-from dyngran.passes.plan import Plan, Schedule
+from dyngran.passes.plan import Schedule
 from dyngran.passes.problem import Problem
 from dyngran.passes.simulate import Simulator
 
@@ -62,9 +63,9 @@ def apply_document(
     """
     alike = [graph for graph in document.graphs if graph.fingerprint == mark]
     for stored in (*alike[num_equal_before:], *alike[:num_equal_before]):
-        same = isomorphism(stored.problem, problem)
+        same = isomorphism(without_forms(stored.problem), without_forms(problem))
         if same is not None:
-            saved_here, schedule = _mapped(stored.plan, same)
+            saved_here, schedule = _mapped(stored, same, problem, source)
             checked = (_checked_again(document),) if document.torch_version != str(torch.__version__) else ()
             moved = () if same.is_identity or schedule is not None else _other_peak(stored, problem, saved_here)
             return AppliedPlan(stored=stored, saved=saved_here, schedule=schedule, share=1.0, is_unchanged=True, notes=(*checked, *moved))
@@ -72,7 +73,12 @@ def apply_document(
     if document.origin is not Origin.PORTABLE or stored.plan.schedule is not None or found.share < LEAST_SHARE:
         raise PlanMismatch(_refusal(document, source, stored, found, mark, outputs))
     matched = set(found.values.values())
+    form_of = stored.problem.form_of
+    offered = {(form.value, form.format): form.stored for form in problem.forms}
     saved = {found.values[value] for value in stored.plan.saved if value in found.values}
+    for form in (form_of[value] for value in stored.plan.saved if value in form_of):
+        if form.value in found.values:  # a format that is not offered here: the value itself
+            saved.add(offered.get((found.values[form.value], form.format), found.values[form.value]))
     saved |= {value for value in default if value not in matched}
     notes = (
         f"the plan file {fspath(source)!r} was made without the device: {found.share:.1%} of the bytes that a step saves were found here, "
@@ -82,9 +88,19 @@ def apply_document(
     return AppliedPlan(stored=stored, saved=frozenset(saved), schedule=None, share=found.share, is_unchanged=False, notes=notes)
 
 
-def _mapped(plan: Plan, found: Isomorphism) -> tuple[frozenset[int], Schedule | None]:
-    """What a plan saves, and its schedule, in the numbers of an equal graph."""
-    saved = frozenset(found.values[value] for value in plan.saved)
+def _mapped(stored: GraphPlan, found: Isomorphism, problem: Problem, source: str | PathLike[str]) -> tuple[frozenset[int], Schedule | None]:
+    """What a plan saves, and its schedule, in the numbers of an equal graph. Raises PlanMismatch for a form that is not offered here."""
+    plan, form_of = stored.plan, stored.problem.form_of
+    here = {(form.value, form.format): form.stored for form in problem.forms}
+    saved = frozenset(
+        here.get((found.values[form_of[value].value], form_of[value].format), -1) if value in form_of else found.values[value]
+        for value in plan.saved
+    )
+    if -1 in saved:
+        formats = sorted({form_of[value].format for value in plan.saved if value in form_of})
+        raise PlanMismatch(
+            f"plan file {fspath(source)!r} stores values as {', '.join(formats)}, and not all of them can be stored so here. {REMEDY}"
+        )
     if plan.schedule is None:
         return saved, None
     forward, backward = (tuple(found.ops[op] for op in part) for part in (plan.schedule.forward, plan.schedule.backward))
@@ -105,8 +121,9 @@ def _other_peak(stored: GraphPlan, problem: Problem, saved: frozenset[int]) -> t
 
 def _correspond(stored: GraphPlan, problem: Problem, default: frozenset[int]) -> Correspondence:
     """By what the plan saves and what torch's own partition would: other values that are made again need no memory, or little."""
-    there = stored.plan.saved | unplanned_saved(stored.problem, Simulator(stored.problem))
-    return correspondence(stored.problem, problem, matter_there=there, matter_here=default)
+    saved = crossing_values(stored.problem, stored.plan.saved)
+    there, here = without_forms(stored.problem), without_forms(problem)
+    return correspondence(there, here, matter_there=saved | unplanned_saved(there, Simulator(there)), matter_here=default)
 
 
 def _checked_again(document: PlanDocument) -> str:

@@ -38,10 +38,12 @@ class DecisionForm(Struct, kw_only=True, forbid_unknown_fields=True):
     size_bytes: Count
     value: Count
     dimension: Count | None = None
+    error: str = ""
     format: str | None = None
     fraction: Fraction | None = None
     label: str = ""
     recompute_us: Amount = 0.0
+    stored_bytes: Count | None = None
 
 
 class ScheduleForm(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -102,6 +104,31 @@ class OpForm(Struct, kw_only=True, forbid_unknown_fields=True):
     workspace_bytes: Count = 0
 
 
+class TransferForm(Struct, kw_only=True, forbid_unknown_fields=True):
+    """What storing or loading a value costs."""
+
+    cost_us: Amount
+    cost_source: str = "roofline"
+    fusible: bool = False
+    num_elements: Count = 0
+    reduction: bool = False
+    target: str = ""
+    workspace_bytes: Count = 0
+
+
+class OfferForm(Struct, kw_only=True, forbid_unknown_fields=True):
+    """One way to store a value other than as it is. What is stored is a value of its own, numbered after those of the graph."""
+
+    action: Action
+    format: str
+    load: TransferForm
+    size_bytes: Count
+    store: TransferForm
+    value: Count
+    barred: list[Count] = []
+    error: str = ""
+
+
 class ProblemForm(Struct, kw_only=True, forbid_unknown_fields=True):
     """The graph that the plan is for, with sizes and costs: what the simulator needs to draw the step again."""
 
@@ -113,6 +140,7 @@ class ProblemForm(Struct, kw_only=True, forbid_unknown_fields=True):
     launch_us: Amount
     ops: list[OpForm]
     values: list[ValueForm]
+    forms: list[OfferForm] = []
     static_bytes: dict[Kind, Count] = {}
     stock: dict[str, list[Count]] = {}
 

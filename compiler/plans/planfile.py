@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cache
@@ -22,25 +22,36 @@ from dyngran.compiler.plans.plan_schema import (
     DecisionForm,
     DocumentForm,
     GraphForm,
+    OfferForm,
     OpForm,
     PlanForm,
     ProblemForm,
     ScheduleForm,
     SettingsForm,
+    TransferForm,
     ValueForm,
 )
 from dyngran.compiler.version import VERSION
 from dyngran.passes.errors import PlanFileError, PlanMismatch, format_bytes
+from dyngran.passes.forms import Offer, Transfer, base_ops, offers_of, with_forms, without_forms
 from dyngran.passes.plan import Action, Decision, Plan, Schedule
 from dyngran.passes.problem import Kind, Op, Problem, Value
 
 MAX_FILE_BYTES = 64 * 2**20  # a graph of 10,000 ops takes 4 MB
 BOUND_TOLERANCE = 1e-6  # of the time: bound and time are sums of the same floats in another order
-APPLICABLE = (Action.KEEP, Action.RECOMPUTE)  # what this version carries out; the schema holds every action
+APPLICABLE = (Action.KEEP, Action.RECOMPUTE, Action.PACK, Action.NARROW)  # what this version carries out; the schema holds every action
 SHOWN_CHARACTERS = 60
 
-_ROWS = ("breaks", "decisions", "frontier", "ops", "values")  # lists with a line for each entry
-_TERSE = {"decisions": DecisionForm, "ops": OpForm, "settings": SettingsForm, "values": ValueForm}  # written without their defaults
+_ROWS = ("breaks", "decisions", "forms", "frontier", "ops", "values")  # lists with a line for each entry
+_TERSE = {  # written without their defaults
+    "decisions": DecisionForm,
+    "forms": OfferForm,
+    "load": TransferForm,
+    "ops": OpForm,
+    "settings": SettingsForm,
+    "store": TransferForm,
+    "values": ValueForm,
+}
 
 Form = TypeVar("Form", bound=msgspec.Struct)
 _NO_DEFAULT = object()
@@ -180,11 +191,12 @@ def load_plan(path: str | os.PathLike[str]) -> PlanDocument:
     return parse_plan(text, source=os.fspath(path))
 
 
-def check_applicable(document: PlanDocument, *, codegen: str, source: str | os.PathLike[str]) -> None:
-    """Refuse a plan that this version cannot carry out with ``codegen``; ``source`` names its file.
+def check_applicable(document: PlanDocument, *, codegen: str, source: str | os.PathLike[str], storage: Collection[str] = ()) -> None:
+    """Refuse a plan that this version cannot carry out with ``codegen``; ``source`` names its file, ``storage`` the lossy formats allowed.
 
     Raises:
-        PlanMismatch: the plan was made for another code generator, or prescribes an order where Inductor orders the kernels.
+        PlanMismatch: the plan was made for another code generator, or prescribes an order where Inductor orders the kernels, or stores
+            values in a format that rounds and was not allowed by name.
         PlanFileError: a decision has an action that is in the schema, and not built yet.
     """
     where = f"plan file {os.fspath(source)!r}"
@@ -205,24 +217,45 @@ def check_applicable(document: PlanDocument, *, codegen: str, source: str | os.P
                     f"{where}: {_named(decision)} has action {decision.action.value!r}, and dyngran {VERSION} can only "
                     f"{' or '.join(action.value for action in APPLICABLE)}. Make the plan again, or remove the option."
                 )
+            if decision.error and decision.format not in storage:
+                raise PlanMismatch(
+                    f"{where}: {_named(decision)} is stored as {decision.format}, which changes it by {decision.error}. Allow it with "
+                    f"options={{'storage': [{decision.format!r}]}}, or make the plan again without."
+                )
 
 
 def for_file(plan: Plan, problem: Problem) -> Plan:
-    """A plan of ``problem`` as a file holds it: its schedule numbers the ops of the graph, whatever the step before left to be held."""
-    if plan.schedule is None or not _is_carrying(problem):
+    """A plan of ``problem`` as a file holds it: its schedule numbers the ops of the graph, and stored forms come right after the values of
+    the graph, whatever the step before left to be held."""
+    if not _is_carrying(problem):
         return plan
-    forward, backward = (
-        [op - 1 for op in part if 0 < op < len(problem.ops) - 1] for part in (plan.schedule.forward, plan.schedule.backward)
-    )
+    first_form = len(problem.values) - len(problem.forms)
+    plan = replace(plan, saved=frozenset(value - (value >= first_form) for value in plan.saved))
+    if plan.schedule is None:
+        return plan
+    last = len(base_ops(problem)) - 1
+    forward, backward = ([op - 1 for op in part if 0 < op < last] for part in (plan.schedule.forward, plan.schedule.backward))
     return replace(plan, schedule=replace(plan.schedule, forward=tuple(forward), backward=tuple(backward)))
+
+
+def saved_for_problem(saved: frozenset[int], problem: Problem) -> frozenset[int]:
+    """A saved set of the graph alone in the numbers of its problem."""
+    if not _is_carrying(problem):
+        return saved
+    first_form = len(problem.values) - len(problem.forms) - 1  # in the graph alone, which has no value that is carried
+    return frozenset(value + (value >= first_form) for value in saved)
 
 
 def for_problem(plan: Plan, problem: Problem) -> Plan:
     """The reverse of `for_file`: what is held of the step before is let go of when forward has ended, as `passes.carry` has it."""
-    if plan.schedule is None or not _is_carrying(problem):
+    if not _is_carrying(problem):
+        return plan
+    plan = replace(plan, saved=saved_for_problem(plan.saved, problem))
+    if plan.schedule is None:
         return plan
     forward, backward = ([op + 1 for op in part] for part in (plan.schedule.forward, plan.schedule.backward))
-    return replace(plan, schedule=replace(plan.schedule, forward=(0, *forward, len(problem.ops) - 1), backward=tuple(backward)))
+    last = len(base_ops(problem)) - 1
+    return replace(plan, schedule=replace(plan.schedule, forward=(0, *forward, last), backward=tuple(backward)))
 
 
 def _is_carrying(problem: Problem) -> bool:
@@ -247,7 +280,7 @@ def dump_plan(document: PlanDocument) -> str:
 
 
 def _graph_form(graph: GraphPlan) -> GraphForm:
-    plan, problem = graph.plan, graph.problem
+    plan, problem = graph.plan, without_forms(graph.problem)
     schedule = plan.schedule
     parts = None if schedule is None else {"forward": schedule.forward, "backward": schedule.backward, "saved": sorted(schedule.saved)}
     return GraphForm(
@@ -268,6 +301,16 @@ def _graph_form(graph: GraphPlan) -> GraphForm:
             gradients=sorted(problem.gradients),
             ops=[_filled(OpForm, op, reads=list(op.reads), writes=list(op.writes)) for op in problem.ops],
             values=[_filled(ValueForm, value) for value in problem.values],
+            forms=[
+                _filled(
+                    OfferForm,
+                    offer,
+                    barred=sorted(offer.barred),
+                    load=_filled(TransferForm, offer.load),
+                    store=_filled(TransferForm, offer.store),
+                )
+                for offer in offers_of(graph.problem)
+            ],
             stock={name: sorted(saved) for name, saved in problem.stock.items()},
         ),
     )
@@ -300,7 +343,8 @@ def _text(node: Mapping[str, Any], depth: int) -> str:
 def _terse(name: str, row: Any) -> Any:
     if name not in _TERSE:
         return row
-    return {field: value for field, value in row.items() if value != _defaults(_TERSE[name]).get(field, _NO_DEFAULT)}
+    kept = {field: value for field, value in row.items() if value != _defaults(_TERSE[name]).get(field, _NO_DEFAULT)}
+    return {field: _terse(field, value) for field, value in kept.items()} if name == "forms" else kept
 
 
 @cache
@@ -384,11 +428,11 @@ def _plan_of(form: PlanForm) -> Plan:
     return _taken(Plan, form, decisions=decisions, saved=frozenset(form.saved), schedule=schedule)
 
 
-Taken = TypeVar("Taken", Decision, Plan, Value, Op, Problem, Settings)
+Taken = TypeVar("Taken", Decision, Plan, Value, Op, Offer, Problem, Settings, Transfer)
 
 
 def _taken(kind: type[Taken], form: msgspec.Struct, **changed: object) -> Taken:
-    names = [one.name for one in fields(kind) if one.name not in changed]
+    names = [one.name for one in fields(kind) if one.name not in changed and one.init]
     return kind(**{name: getattr(form, name) for name in names}, **changed)  # type: ignore[arg-type]  # the forms have the fields' types
 
 
@@ -408,7 +452,7 @@ def _problem_of(form: ProblemForm, where: str) -> Problem:
         if beyond := [index for index in indices if index >= num_values]:
             raise PlanFileError(f"{where}: {name!r} names value {beyond[0]}, and there are {num_values}.")
     try:
-        return _taken(
+        problem = _taken(
             Problem,
             form,
             values=tuple(_taken(Value, one, index=i, producer=producer.get(i)) for i, one in enumerate(form.values)),
@@ -418,9 +462,19 @@ def _problem_of(form: ProblemForm, where: str) -> Problem:
             forward_outputs=frozenset(form.forward_outputs),
             gradients=frozenset(form.gradients),
             stock={name: frozenset(saved) for name, saved in form.stock.items()},
+            forms=(),
         )
+        return with_forms(problem, [_offer_of(offer, num_values, num_ops) for offer in form.forms])
     except ValueError as error:
         raise PlanFileError(f"{where}: its graph is none: {error}.") from error
+
+
+def _offer_of(form: OfferForm, num_values: int, num_ops: int) -> Offer:
+    """Raises ValueError for a value or an op that does not exist."""
+    if form.value >= num_values or any(op >= num_ops for op in form.barred):
+        raise ValueError(f"a form in {_shown(form.format)} of value {form.value} names what there is not")
+    store, load = (_taken(Transfer, part) for part in (form.store, form.load))
+    return _taken(Offer, form, barred=frozenset(form.barred), store=store, load=load)
 
 
 def _check_decisions(plan: Plan, problem: Problem, where: str) -> None:
@@ -428,18 +482,25 @@ def _check_decisions(plan: Plan, problem: Problem, where: str) -> None:
     decided: set[int] = set()
     for decision in plan.decisions:
         is_saved = decision.value in plan.saved
+        stored = [form for form in problem.forms if form.value == decision.value and form.stored in plan.saved]
         if decision.value >= len(problem.values) or problem.values[decision.value].size_bytes != decision.size_bytes:
             raise PlanFileError(f"{where}: {_named(decision)} with {decision.size_bytes} bytes is no value of the graph.")
         if decision.value in decided:
             raise PlanFileError(f"{where}: {_named(decision)} is decided twice.")
         if decision.action is Action.KEEP and not is_saved:
             raise PlanFileError(f"{where}: {_named(decision)} is kept by its decision, and is not in field 'saved'.")
-        if decision.action is Action.RECOMPUTE and is_saved:
+        if decision.action is Action.RECOMPUTE and (is_saved or stored):
             raise PlanFileError(f"{where}: {_named(decision)} is in field 'saved', and its decision is to recompute it.")
+        if decision.action in (Action.PACK, Action.NARROW):
+            if [(form.action, form.format) for form in stored] != [(decision.action, decision.format)]:
+                raise PlanFileError(
+                    f"{where}: {_named(decision)} is decided to be stored as {_shown(decision.format)}, and 'saved' has no such form."
+                )
+            decided.add(stored[0].stored)
         decided.add(decision.value)
     if undecided := plan.saved - decided:
         raise PlanFileError(f"{where}: value {_shown(min(undecided))} is in field 'saved', and has no decision.")
-    _check_ops(plan.schedule, len(problem.ops), where)
+    _check_ops(plan.schedule, len(base_ops(problem)), where)
 
 
 def _check_ops(schedule: Schedule | None, num_ops: int, where: str) -> None:

@@ -1,0 +1,264 @@
+"""Which values of a joint graph may be stored in which formats, found by what makes and what reads them; and what storing costs.
+
+Lossless formats are offered wherever they save bytes: boolean values as bits; integers in the narrowest type that holds the range that
+their producer, or a reader in forward, implies; values of which backward asks only a comparison (a rectifier's), as bits; values of which
+it asks only the shape (what a max-pooling read), as nothing. Lossy formats are offered where the user named them, under the rules of
+`_Finder.lossy`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from dyngran.compiler.capture import Captured, Pricer
+from dyngran.compiler.codecs import Bits, Codec, Shape, Sign, Writer, integer_codec, is_storable, lossy_codec
+from dyngran.compiler.loops import LoopKind, loop_kind
+from dyngran.compiler.storages import aliased_argument, num_elements, storage_bytes
+from dyngran.compiler.value_ranges import value_range
+from dyngran.passes.forms import Offer, Transfer
+from dyngran.passes.problem import Op, Side
+from dyngran.passes.profile_cache import Measurement
+
+aten = torch.ops.aten
+
+MIN_SAVED_BYTES = 512  # the caching allocator's unit
+LINEAR = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::convolution_backward"})
+# Operators that choose by comparing: what they choose from a value that differs a little may be something else altogether.
+CHOOSING = frozenset(
+    f"aten::{name}"
+    for name in (
+        "topk", "sort", "argsort", "argmax", "argmin", "max", "min", "median", "nanmedian", "mode", "kthvalue", "cummax", "cummin",
+        "multinomial", "nonzero", "bucketize", "searchsorted", "_unique2", "unique_consecutive", "bincount", "histc", "masked_select",
+        "max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d", "fractional_max_pool2d",
+        "fractional_max_pool3d", "round", "floor", "ceil", "trunc", "sign",
+    )
+)  # fmt: skip
+_SHAPE_ONLY = {  # operand of which only sizes and strides are read
+    aten.max_pool2d_with_indices_backward.default: 1,
+    aten.max_pool3d_with_indices_backward.default: 1,
+    aten.adaptive_max_pool2d_backward.default: 1,
+    aten.adaptive_max_pool3d_backward.default: 1,
+    aten.avg_pool2d_backward.default: 1,
+    aten.avg_pool3d_backward.default: 1,
+    aten._adaptive_avg_pool2d_backward.default: 1,
+    aten._adaptive_avg_pool3d_backward.default: 1,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredForm:
+    """An offer with the codec that carries it out."""
+
+    offer: Offer
+    codec: Codec
+
+    def moved(self, num_ops: int) -> StoredForm:
+        """For a problem with so many more ops before the others."""
+        return replace(self, offer=replace(self.offer, barred=frozenset(op + num_ops for op in self.offer.barred)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    value: int
+    node: fx.Node
+    codec: Codec
+    barred: frozenset[int] = frozenset()
+
+
+def find_forms(captured: Captured, formats: Sequence[str], price: Pricer) -> tuple[StoredForm, ...]:
+    """Every form that is worth an offer, priced; ``formats`` are the lossy ones that the user named.
+
+    The first of a value's forms is the one that a plan with several takes, so the lossless ones come first.
+    """
+    finder = _Finder(captured)
+    found = [one for value in finder.candidates() for one in (*finder.lossless(value), *finder.lossy(value, formats))]
+    return _priced(captured, found, price)
+
+
+class _Finder:
+    """What makes and what reads each value."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._captured = captured
+        self._problem = captured.problem
+        self._op = {op.name: op for op in captured.problem.ops}
+        self._readers: dict[int, list[fx.Node]] = defaultdict(list)
+        for node in captured.storages.ops:
+            for value in captured.storages.reads[node]:
+                self._readers[value].append(node)
+        self._choosing_below = self._find_choosing_below() if self._problem.ops else []
+
+    def candidates(self) -> Iterator[int]:
+        """Values that backward may read, whose memory is dyngran's to say."""
+        problem = self._problem
+        needed = _needed_in_backward(problem.ops)
+        for value in problem.values:
+            if value.index not in needed or value.producer is None or value.index in problem.forward_outputs | problem.gradients:
+                continue
+            op, node = problem.ops[value.producer], self._captured.nodes[value.index]
+            is_ours = op.side is not Side.BACKWARD and not op.never_saved and value.size_bytes > problem.keep_below_bytes
+            if is_ours and node is not None and is_storable(node.meta.get("val")) and not self._is_written(value.index):
+                yield value.index
+
+    def _is_written(self, value: int) -> bool:
+        """Whether an op writes into a value: then what it was when it was stored is not what backward reads."""
+        return any(isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable for node in self._readers[value])
+
+    def lossless(self, value: int) -> Iterator[_Found]:
+        node = self._node(value)
+        dtype = node.meta["val"].dtype
+        if dtype is torch.bool:
+            yield _Found(value, node, Bits())
+        elif not dtype.is_floating_point and not dtype.is_complex:
+            found = value_range(node, [reader for reader in self._readers[value] if self._op[reader.name].side is Side.FORWARD])
+            codec = None if found is None else integer_codec(*found, dtype)
+            if codec is not None:
+                yield _Found(value, node, codec)
+        elif dtype.is_floating_point and not self._problem.fused:
+            yield from self._by_what_is_asked(value, node)
+
+    def _by_what_is_asked(self, value: int, node: fx.Node) -> Iterator[_Found]:
+        """Where operators run as they are: values of which backward asks a comparison with one number, or the shape alone."""
+        late = [reader for reader in self._readers[value] if self._op[reader.name].side is Side.BACKWARD]
+        asked = {self._question(reader, value) for reader in late}
+        thresholds = {one for one in asked if isinstance(one, float)}
+        if None in asked or len(thresholds) > 1 or not late:
+            return
+        codec = Sign(thresholds.pop()) if thresholds else Shape()
+        yield _Found(value, node, codec, self._early_readers(value))
+
+    def _question(self, reader: fx.Node, value: int) -> float | str | None:
+        """What a reader asks of a value: whether it is above a number, its "shape", or None: everything."""
+        positions = [place for place, arg in enumerate(reader.args) if isinstance(arg, fx.Node) and value in self._storages(arg)]
+        if reader.kwargs or any(isinstance(arg, (list, tuple)) and any(isinstance(one, fx.Node) for one in arg) for arg in reader.args):
+            return None
+        if reader.target is aten.threshold_backward.default and positions == [1] and isinstance(reader.args[2], (int, float)):
+            return float(reader.args[2])
+        return "shape" if positions == [_SHAPE_ONLY.get(reader.target, -1)] else None  # type: ignore[call-overload]  # targets are of any type
+
+    def _storages(self, node: fx.Node) -> tuple[int, ...]:
+        return self._captured.storages.of.get(node, ())
+
+    def lossy(self, value: int, formats: Sequence[str]) -> Iterator[_Found]:
+        """Floating point values in the formats that were named.
+
+        Nothing that chooses by comparing (a router's top-k) runs again on numbers that differ from forward's: it might choose otherwise
+        than forward did. 4 bits are for linear readers alone, where rounding at random leaves the gradient right on average: in a GELU
+        or a softmax it does not.
+        """
+        node = self._node(value)
+        dtype = node.meta["val"].dtype
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            return
+        for name in formats:
+            codec = lossy_codec(name, dtype, value)
+            if codec is None:
+                continue
+            if name == "int4":
+                if self._has_linear_readers_only(value):
+                    yield _Found(value, node, codec, self._early_readers(value))
+            else:
+                yield _Found(value, node, codec, self._choosing_below[value])
+
+    def _has_linear_readers_only(self, value: int) -> bool:
+        late = [reader for reader in self._readers[value] if self._op[reader.name].side is Side.BACKWARD]
+        return bool(late) and all(
+            isinstance(reader.target, torch._ops.OpOverload) and reader.target._schema.name in LINEAR for reader in late
+        )
+
+    def _early_readers(self, value: int) -> frozenset[int]:
+        return frozenset(self._op[reader.name].index for reader in self._readers[value] if self._op[reader.name].side is not Side.BACKWARD)
+
+    def _find_choosing_below(self) -> list[frozenset[int]]:
+        """Per value the ops of `CHOOSING` that forward leads to from it."""
+        is_choosing = {
+            self._op[node.name].index
+            for node in self._captured.storages.ops
+            if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in CHOOSING
+        }
+        below: list[frozenset[int]] = [frozenset()] * len(self._problem.values)
+        if not is_choosing:
+            return below
+        for op in reversed(self._problem.ops):
+            if op.side is Side.BACKWARD:
+                continue
+            led_to = frozenset[int]().union(*(below[write] for write in op.writes), {op.index} & is_choosing)
+            if led_to:
+                for read in op.reads:
+                    below[read] = below[read] | led_to
+        return below
+
+    def _node(self, value: int) -> fx.Node:
+        node = self._captured.nodes[value]
+        assert node is not None
+        return node
+
+
+def _needed_in_backward(ops: Sequence[Op]) -> set[int]:
+    """Values that backward reads, or that something that it reads can be made of again."""
+    needed: set[int] = set()
+    for op in reversed(ops):
+        if op.side is Side.BACKWARD or (not op.pinned and not needed.isdisjoint(op.writes)):
+            needed.update(op.reads)
+    return needed
+
+
+def _priced(captured: Captured, found: Sequence[_Found], price: Pricer) -> tuple[StoredForm, ...]:
+    """Each codec written once into a graph of its own, its nodes priced like those of the step."""
+    fused, graph = captured.problem.fused, fx.Graph()
+    written: list[tuple[_Found, fx.Node, list[fx.Node], list[fx.Node]]] = []
+    for one in found:
+        like = one.node.meta["val"]
+        value = graph.placeholder(one.node.name)
+        value.meta["val"] = like
+        first, second = (Writer(graph, like, fused=fused) for _ in range(2))
+        stored = one.codec.store(first, value)
+        one.codec.load(second, stored, like)
+        written.append((one, stored, first.nodes, second.nodes))
+    nodes = [node for _, _, storing, loading in written for node in (*storing, *loading)]
+    prices = dict(zip(nodes, price(nodes, captured.device), strict=True)) if nodes else {}
+    forms = []
+    for one, stored, storing, loading in written:
+        size_bytes = storage_bytes(stored.meta["val"], captured.device)
+        if captured.problem.values[one.value].size_bytes - size_bytes < MIN_SAVED_BYTES:
+            continue
+        offer = Offer(
+            value=one.value,
+            action=one.codec.action,
+            format=one.codec.format,
+            size_bytes=size_bytes,
+            store=_transfer(storing, prices, fused=fused),
+            load=_transfer(loading, prices, fused=fused),
+            error=one.codec.error,
+            barred=one.barred,
+        )
+        forms.append(StoredForm(offer=offer, codec=one.codec))
+    return tuple(forms)
+
+
+def _transfer(nodes: Sequence[fx.Node], prices: dict[fx.Node, Measurement], *, fused: bool) -> Transfer:
+    """The costs of nodes that run one after the other; what they hand on is workspace where each is a kernel."""
+    calls = [node for node in nodes if aliased_argument(node) is None]
+    kinds = [loop_kind(node) for node in calls]
+    is_loop = fused and LoopKind.NONE not in kinds
+    inside = [_made_bytes(node) for node in calls[:-1]]
+    workspace = max((prices[node].workspace_bytes for node in calls), default=0) + (0 if is_loop else sum(inside))
+    return Transfer(
+        cost_us=prices[calls[-1]].cost_us if is_loop else sum(prices[node].cost_us for node in calls),
+        cost_source=prices[calls[-1]].source,
+        workspace_bytes=workspace,
+        fusible=is_loop,
+        reduction=is_loop and LoopKind.REDUCTION in kinds,
+        num_elements=max(num_elements(node) for node in calls),
+        target=str(calls[-1].target),
+    )
+
+
+def _made_bytes(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return storage_bytes(value, value.device)
