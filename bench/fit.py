@@ -3,14 +3,16 @@
     python bench/fit.py --models llama350m vitl resnet152            # 90, 70, 50 and 30 % of the free transient
     python bench/fit.py --models llama350m --budgets 0.9 0.5
     python bench/fit.py --models resnet152 --batches 2 2.5 3         # larger batches under stock compile's peak
+    python bench/fit.py --models vitl --storage none pack pack+bf16  # each budget with recompute alone, with lossless packing, with bf16
     python bench/fit.py --reference bench/results/fit-h100.jsonl     # budgets from stock's peak in rows of an earlier run
     python bench/fit.py --smoke                                      # a tiny model on the CPU, seconds
 
 A configuration is ``stock`` (torch.compile), ``free`` (dyngran without a budget), ``f0.50`` (dyngran at static + 0.50 x (stock's
-peak - static)) or ``x2.0`` (dyngran at stock's peak with twice the batch). Each runs in a process of its own. Processes compile side by
-side, hand their cached memory back and wait; then they are timed in rounds (A B C A B C), each while the others do nothing. Every row is
-appended to ``--out`` as soon as it exists: one when a configuration has compiled (``"stage": "compiled"``: peaks, prediction, compile
-time) and one when it was timed (``"stage": "timed"``: the same and step times over all rounds).
+peak - static), followed by the storage formats if ``--storage`` names some) or ``x2.0`` (dyngran at stock's peak with twice the batch).
+Each runs in a process of its own. Processes compile side by side, hand their cached memory back and wait; then they are timed in rounds
+(A B C A B C), each while the others do nothing. Every row is appended to ``--out`` as soon as it exists: one when a configuration has
+compiled (``"stage": "compiled"``: peaks, prediction, compile time, error of the first gradient against stock's) and one when it was timed
+(``"stage": "timed"``: the same and step times over all rounds).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -80,6 +83,17 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
+    def gradients(self) -> Iterator[Tensor]:
+        """Forward and backward of the first batch without an optimizer step: each gradient in turn, freed before the next."""
+        torch.manual_seed(1)
+        with self._autocast():
+            loss, output = self.case.loss(self.compiled, self.inputs)
+        loss.backward()  # type: ignore[no-untyped-call]
+        del loss, output
+        for parameter in self.model.parameters():
+            gradient, parameter.grad = parameter.grad, None
+            yield torch.zeros_like(parameter) if gradient is None else gradient
+
     def held(self) -> Iterable[Tensor]:
         yield from (*self.model.parameters(), *self.model.buffers(), *self.inputs)
         for state in self.optimizer.state.values():
@@ -103,6 +117,12 @@ def prediction(trainer: Trainer) -> Row:
         "reported_peak_bytes": report.measured_peak_bytes,
         "reported_step_us": report.measured_step_us,
     }
+
+
+def storage_options(formats: str) -> Row:
+    """``"none"``, ``"pack"``, ``"pack+bf16+fp8"``: lossless packing or not, and the lossy formats allowed."""
+    names = [] if formats == "none" else formats.split("+")
+    return {"pack": "pack" in names, "storage": [name for name in names if name != "pack"]}
 
 
 def memory_row(memory: Memory) -> Row:
@@ -129,6 +149,7 @@ def one(args: argparse.Namespace) -> int:
         "model": args.models[0],
         "config": args.config,
         "batch": batch,
+        "storage": args.storage[0] if args.storage else "pack",
         "budget_bytes": args.budget_bytes,
         "outputs": "dropped" if args.drop_outputs else "held",
         "stage": "compiled",
@@ -141,6 +162,7 @@ def one(args: argparse.Namespace) -> int:
     options: Row = {}
     if args.config != "stock":
         options = {"budget": args.budget_bytes, "outputs": row["outputs"], **({"codegen": "eager"} if args.smoke else {})}
+        options |= storage_options(args.storage[0]) if args.storage else {}
     backend = "dyngran" if args.config != "stock" else ("aot_eager" if args.smoke else "inductor")
     try:
         drops = bool(args.drop_outputs)
@@ -154,9 +176,10 @@ def one(args: argparse.Namespace) -> int:
 def run_one(args: argparse.Namespace, row: Row, trainer: Trainer) -> int:
     device = trainer.device
     start = time.perf_counter()
-    losses = [trainer.step()]
+    row["gradient_error"] = gradient_error(trainer, args)
     synchronize(device)
     row["compile_s"] = round(time.perf_counter() - start, 1)
+    losses: list[Tensor] = []
     while len(losses) < NUM_LOSS_STEPS:
         losses.append(trainer.step())
     row["loss"] = losses[-1].item()
@@ -177,6 +200,25 @@ def run_one(args: argparse.Namespace, row: Row, trainer: Trainer) -> int:
     row["samples_per_s"] = round(1e3 * int(str(row["batch"])) / float(str(row["step_ms"])), 2)
     emit({**row, "stage": "timed"})
     return 0
+
+
+def gradient_error(trainer: Trainer, args: argparse.Namespace) -> float | None:
+    """Norm of the first gradient's difference from stock's, relative to its norm; stock leaves its own in a file. None without one."""
+    path = Path(tempfile.gettempdir()) / f"dyngran-fit-{args.run}-{args.models[0]}-{args.batch_factor:g}.pt"
+    found = trainer.gradients()
+    if args.config == "stock":
+        torch.save([gradient.cpu() for gradient in found], path)
+        return 0.0
+    if not path.exists():
+        for _ in found:
+            pass
+        return None
+    difference = norm = 0.0
+    for gradient, exact in zip(found, torch.load(path, mmap=True), strict=True):
+        exact = exact.to(gradient.device)
+        difference += float((gradient - exact).double().square().sum())
+        norm += float(exact.double().square().sum())
+    return (difference / norm) ** 0.5 if norm else None
 
 
 def rounds_asked_for() -> Iterator[None]:
@@ -205,9 +247,12 @@ def commit() -> str:
 class Worker:
     """A configuration's process, seen from the parent."""
 
-    def __init__(self, args: argparse.Namespace, model: str, config: str, *, budget_bytes: int | None, batch_factor: float) -> None:
+    def __init__(
+        self, args: argparse.Namespace, model: str, config: str, *, budget_bytes: int | None, batch_factor: float, storage: str = ""
+    ) -> None:
         command = [sys.executable, str(Path(__file__)), "--one", "--models", model, "--config", config, "--steps", str(args.steps)]
-        command += ["--batch-factor", str(batch_factor), "--command", args.command]
+        command += ["--batch-factor", str(batch_factor), "--command", args.command, "--run", args.run]
+        command += ["--storage", storage] if storage else []
         command += [] if budget_bytes is None else ["--budget-bytes", str(budget_bytes)]
         command += [flag for flag, is_set in (("--smoke", args.smoke), ("--drop-outputs", args.drop_outputs)) if is_set]
         self.name = f"{model} {config}"
@@ -264,7 +309,8 @@ def shown(row: Row) -> str:
     peaks = (
         f"budget {amount('budget_bytes'):>10}  predicted {amount('predicted_peak_bytes'):>10}  measured {amount('measured_peak_bytes'):>10}"
     )
-    return f"{row['model']:10} {row['config']:6} {row['status']:8} {peaks}  {times}  loss {row.get('loss', '-')}"
+    said = f"loss {row.get('loss', '-')}  gradient error {row.get('gradient_error', '-')}"
+    return f"{row['model']:10} {row['config']:6} {row['status']:8} {peaks}  {times}  {said}"
 
 
 def stock_peak(args: argparse.Namespace, model: str, waiting: list[Worker]) -> tuple[int, int] | None:
@@ -289,16 +335,20 @@ def compiled(args: argparse.Namespace, model: str, waiting: list[Worker]) -> Non
     if found is None:
         return
     static, peak = found
-    todo: list[tuple[str, int | None, float]] = [] if waiting else [("stock", None, 1.0)]
+    todo: list[tuple[str, int | None, float, str]] = [] if waiting else [("stock", None, 1.0, "")]
     if not args.skip_free:  # alone: what it measures of operators is what the others plan with
         free = Worker(args, model, "free", budget_bytes=None, batch_factor=1.0)
         waiting.append(free)
         free.row()
-    todo += [(f"f{share:.2f}", static + int(share * (peak - static)), 1.0) for share in args.budgets]
-    todo += [(f"x{factor:g}", peak, factor) for factor in args.batches]
+    for share in args.budgets:
+        budget = static + int(share * (peak - static))
+        todo += [(f"f{share:.2f} {storage}".strip(), budget, 1.0, storage) for storage in args.storage or [""]]
+    todo += [(f"x{factor:g}", peak, factor, "") for factor in args.batches]
     while todo:
         group, todo = todo[: args.at_once], todo[args.at_once :]
-        workers = [Worker(args, model, name, budget_bytes=budget, batch_factor=factor) for name, budget, factor in group]
+        workers = [
+            Worker(args, model, name, budget_bytes=budget, batch_factor=factor, storage=storage) for name, budget, factor, storage in group
+        ]
         waiting += workers
         for worker in workers:
             worker.row()
@@ -326,6 +376,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["llama350m", "vitl", "resnet152"], choices=list(CASES))
     parser.add_argument("--budgets", nargs="*", type=float, default=[0.9, 0.7, 0.5, 0.3], help="shares of the free transient")
+    parser.add_argument("--storage", nargs="*", default=[], help='for each budget: "none", "pack", "pack+bf16", "pack+bf16+fp8", ...')
     parser.add_argument("--batches", nargs="*", type=float, default=[], help="multiples of the batch, under stock compile's peak")
     parser.add_argument("--skip-free", action="store_true", help="leave out dyngran without a budget")
     parser.add_argument("--side-by-side", action="store_true", help="compile all models at the same time; the card must hold them")
@@ -343,6 +394,7 @@ def main() -> int:
     parser.add_argument("--config", default="stock", help="with --one: stock, free, or a name for the row")
     parser.add_argument("--budget-bytes", type=int, help="with --one")
     parser.add_argument("--batch-factor", type=float, default=1.0, help="with --one")
+    parser.add_argument("--run", default=str(os.getpid()), help=argparse.SUPPRESS)
     parser.add_argument("--command", default=" ".join(["python", *sys.argv]), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.smoke:

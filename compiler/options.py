@@ -39,6 +39,7 @@ OPTION_NAMES = (
     "keep_below",
     "mode",
     "outputs",
+    "pack",
     "plan",
     "plan_mismatch",
     "solver",
@@ -78,6 +79,7 @@ class Options:
         budget: peak of one step; None sets no limit. uses_plan_budget: none was named, so the one that the plan file was made for counts.
         codegen: who generates code. solver: one of `SOLVERS`.
         storage: lossy formats (of `LOSSY`) that values may be stored in between forward and backward; none without a name.
+        pack: whether values may be stored in lossless formats (bits, narrow integers).
         plan: file to take the plan from instead of solving; not opened here. plan_mismatch: what to do if it is for another graph.
         guard: watch memory and time while training runs.
         device_profile: name of the device to plan for; None is the one the model is on.
@@ -91,6 +93,7 @@ class Options:
     codegen: Codegen = Codegen.INDUCTOR
     solver: str = "auto"
     storage: tuple[str, ...] = ()
+    pack: bool = True
     plan: Path | None = None
     plan_mismatch: PlanMismatchPolicy = PlanMismatchPolicy.REFUSE
     guard: bool = True
@@ -172,13 +175,14 @@ def _read(options: Mapping[str, object], *, sources: Mapping[str, str]) -> Optio
         codegen=codegen,
         solver=_choice("solver", options.get("solver", "auto"), SOLVERS),
         storage=_storage(options.get("storage", ())),
+        pack=_switch("pack", options.get("pack", True)),
         plan=_plan(options.get("plan")),
         plan_mismatch=PlanMismatchPolicy(
             _choice(
                 "plan_mismatch", options.get("plan_mismatch", PlanMismatchPolicy.REFUSE), [policy.value for policy in PlanMismatchPolicy]
             )
         ),
-        guard=_guard(options.get("guard", True)),
+        guard=_switch("guard", options.get("guard", True)),
         device_profile=_device_profile(options.get("device_profile")),
         keep_below=_keep_below(options.get("keep_below")),
         outputs=Outputs(_choice("outputs", options.get("outputs", Outputs.HELD), [outputs.value for outputs in Outputs])),
@@ -230,10 +234,10 @@ def _plan(value: object) -> Path | None:
     raise InvalidOption(f"plan = {value!r} must be the path of a plan file.")
 
 
-def _guard(value: object) -> bool:
+def _switch(name: str, value: object) -> bool:
     if isinstance(value, bool):
         return value
-    raise InvalidOption(f"guard = {value!r} must be True or False.")
+    raise InvalidOption(f"{name} = {value!r} must be True or False.")
 
 
 def _device_profile(value: object) -> str | None:

@@ -24,6 +24,7 @@ from dyngran.compiler.situation import Situation, existing_gradient_bytes, gradi
 from dyngran.compiler.static_memory import Carried, StaticMemory, input_kinds, measure_static, resolve_budget, storage_bytes
 from dyngran.compiler.store import options_key
 from dyngran.compiler.strategy import FILE_HINT, Strategy
+from dyngran.kernels.steps import advance_step, step_tensor
 from dyngran.passes.errors import BudgetTooSmall, DyngranError, ToolMissing, format_bytes
 from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Kind
@@ -309,12 +310,17 @@ class PlannedGraph:
     def _around(self, run: torch_private.Boxed, is_backward: bool) -> torch_private.Boxed:
         """Count calls that wait for their backward, and let the observer measure."""
         observed = self.observer.around(run, is_backward)
+        draws = self.strategy is not None and self.plan is not None and self.strategy.rounds_at_random(self.plan)
+        if draws:
+            step_tensor(self.device)  # made now: a CUDA graph that is captured later must find it
 
         def counted(args: list[Any]) -> Any:
             if not is_backward and getattr(self._repeating, "is_on", False):
                 return run(args)
             if not is_backward:
                 self.chain.note_run(self)
+                if draws:
+                    advance_step()
             results = observed(args)  # a forward may end the step before
             if self._step_of_open != self.observer.num_steps:  # forwards that never got a backward die with their step
                 self._step_of_open, self._num_open = self.observer.num_steps, 0

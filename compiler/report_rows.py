@@ -27,7 +27,7 @@ class RegionRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueRow:
-    """One value's decision."""
+    """One value's decision; the last three as in `Decision`."""
 
     name: str
     action: Action
@@ -35,6 +35,9 @@ class ValueRow:
     size_bytes: int
     recompute_us: float
     label: str
+    format: str | None = None
+    stored_bytes: int | None = None
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +68,7 @@ def region_rows(problem: Problem, plan: Plan) -> tuple[RegionRow, ...]:
             recomputed[region] += decision.size_bytes
             extra_us[region] = extra_us.get(region, 0.0) + decision.recompute_us
         else:
-            saved[region] += decision.size_bytes
+            saved[region] += decision.size_bytes if decision.stored_bytes is None else decision.stored_bytes
     return tuple(
         RegionRow(
             name=region or NO_REGION,
@@ -115,6 +118,9 @@ def largest_rows(problem: Problem, plan: Plan, *, num_rows: int) -> tuple[ValueR
             size_bytes=decision.size_bytes,
             recompute_us=decision.recompute_us,
             label=decision.label or problem.values[decision.value].label,
+            format=decision.format,
+            stored_bytes=decision.stored_bytes,
+            error=decision.error,
         )
         for decision in chosen
     )

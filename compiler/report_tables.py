@@ -152,7 +152,15 @@ def _region_cells(row: RegionRow) -> tuple[str, ...]:
 
 def _value_table(largest: tuple[ValueRow, ...], prefix: str) -> Table:
     rows = tuple(
-        (row.name, row.action.value, format_bytes(row.size_bytes), format_us(row.recompute_us), row.reason, row.label) for row in largest
+        (
+            row.name,
+            row.action.value if row.format is None else f"{row.action.value} {row.format}",
+            format_bytes(row.size_bytes) + ("" if row.stored_bytes is None else f" to {format_bytes(row.stored_bytes)}"),
+            format_us(row.recompute_us),
+            row.reason,
+            row.label,
+        )
+        for row in largest
     )
     columns = ("value", "action", "bytes", "time, op by op", "reason", "source")
     return Table(title=f"{prefix}Largest values that backward needs", columns=columns, align="llrrll", rows=rows)

@@ -70,13 +70,16 @@ class _Found:
     barred: frozenset[int] = frozenset()
 
 
-def find_forms(captured: Captured, formats: Sequence[str], price: Pricer) -> tuple[StoredForm, ...]:
-    """Every form that is worth an offer, priced; ``formats`` are the lossy ones that the user named.
+def find_forms(captured: Captured, formats: Sequence[str], price: Pricer, *, pack: bool = True) -> tuple[StoredForm, ...]:
+    """Every form that is worth an offer, priced; ``formats`` are the lossy ones that the user named, lossless ones come with ``pack``.
 
     The first of a value's forms is the one that a plan with several takes, so the lossless ones come first.
     """
     finder = _Finder(captured)
-    found = [one for value in finder.candidates() for one in (*finder.lossless(value), *finder.lossy(value, formats))]
+    found: list[_Found] = []
+    for value in finder.candidates():
+        found += finder.lossless(value) if pack else ()
+        found += finder.lossy(value, formats)
     return _priced(captured, found, price)
 
 

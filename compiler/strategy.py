@@ -15,6 +15,7 @@ from torch import fx
 from dyngran.compiler import torch_private
 from dyngran.compiler.accounting import Measure
 from dyngran.compiler.capture import Captured, JointGraph, capture
+from dyngran.compiler.codecs import STOCHASTIC
 from dyngran.compiler.options import Codegen, Options, Outputs, PlanMismatchPolicy
 from dyngran.compiler.order_rules import order_rules
 from dyngran.compiler.partition import check_runnable
@@ -186,7 +187,7 @@ class Strategy:
         if earlier is not None and earlier.fingerprint == mark and earlier.carried_bytes == carried.planned_bytes:
             earlier.captured = captured
             return earlier
-        forms = find_forms(bare_captured, options.storage, price)
+        forms = find_forms(bare_captured, options.storage, price, pack=options.pack)
         return cls(captured, options, mark, bare=bare, forms=forms, is_offline=is_offline)
 
     def measure_workspace(self, target: object, args: tuple[object, ...]) -> int | None:
@@ -391,6 +392,10 @@ class Strategy:
         self._without_code.add(plan.saved)
         self.is_plain = len(self._without_code) == 1
         return True
+
+    def rounds_at_random(self, plan: Plan) -> bool:
+        """Whether a plan stores values in a format that draws random numbers."""
+        return any(self.codecs[value][1].format in STOCHASTIC for value in plan.saved if value in self.codecs)
 
     def is_any_code_known(self) -> bool:
         """Whether code was generated for any plan."""

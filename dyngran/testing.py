@@ -75,7 +75,8 @@ def assert_plan(
         budget, device: as ``dyngran-plan build`` takes them. None: as committed, and for a new file none and the CPU.
         max_peak, max_step, max_saved, max_graph_breaks: as ``dyngran-plan check`` takes them; None: its defaults.
         update: write the file if it is missing or differs; None: what ``pytest --dyngran-update`` says.
-        settings: ``codegen``, ``batch``, ``dtype``, ``dynamic``, ``outputs``, ``keep_below`` or ``solver``, as ``dyngran-plan build``.
+        settings: ``codegen``, ``batch``, ``dtype``, ``dynamic``, ``outputs``, ``keep_below``, ``pack``, ``solver`` or ``storage``, as
+            ``dyngran-plan build`` takes them.
 
     Raises:
         AssertionError: a regression, a file that is missing, or one that was made with other settings.
@@ -155,6 +156,8 @@ def _asked(*, budget: str | int | None, device: str | None, **settings: Any) -> 
             raise InvalidOption(f"{name} = {asked[name]!r} is none of {', '.join(one.value for one in kind)}.")
     if "outputs" in asked:
         asked["outputs"] = Outputs(asked["outputs"])
+    if "storage" in asked:
+        asked["storage"] = tuple(asked["storage"])
     if "codegen" in asked:
         asked["codegen"] = Codegen(asked["codegen"]).value
     return asked

@@ -131,6 +131,8 @@ def _store(problem: Problem, form: Form, crossing: frozenset[int]) -> Decision:
     reason = f"{format_bytes(stored.size_bytes)} as {form.format}: {format_us(cost_us)} to store and load"
     if not problem.ops[_producer(problem, form.value)].pinned:
         reason += f", {format_us(recompute_cost_us(problem, form.value, crossing))} to make again"
+    if form.error:
+        reason += f"; rounded: {form.error}"
     return Decision(
         value=form.value,
         name=value.name,

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from dyngran.compiler.budget import Budget, parse_bytes
-from dyngran.compiler.options import Codegen, Outputs
+from dyngran.compiler.options import LOSSY, Codegen, Outputs
 from dyngran.compiler.plans.planfile import Settings
 from dyngran.passes.devices import DEVICES, find_device, match_device
 from dyngran.passes.errors import InvalidOption
@@ -55,6 +55,15 @@ def add_target(command: argparse.ArgumentParser) -> None:
         help="whether the loop holds what the model returns (default: held)",
     )
     command.add_argument("--solver", choices=SOLVERS, default="auto", metavar="NAME", help=f"one of {', '.join(SOLVERS)} (default: auto)")
+    command.add_argument(
+        "--storage",
+        choices=LOSSY,
+        action="append",
+        default=[],
+        metavar="FORMAT",
+        help=f"let values be stored rounded, once for each format: {', '.join(LOSSY)} (default: none)",
+    )
+    command.add_argument("--no-pack", action="store_true", help="store nothing as bits or narrow integers, which changes no number")
     command.add_argument("--keep-below", metavar="SIZE", help="always keep values up to this size, such as 64KiB")
 
 
@@ -81,8 +90,10 @@ def settings_from(options: argparse.Namespace, *, budget: str | None, batch: int
         dynamic=options.dynamic,
         keep_below=keep_below,
         outputs=Outputs(options.outputs),
+        pack=not options.no_pack,
         profile=_profile(options.device, measures=options.profile),
         solver=options.solver,
+        storage=tuple(name for name in LOSSY if name in options.storage),
     )
 
 

@@ -63,10 +63,12 @@ def run(options: argparse.Namespace) -> int:
 
 def _training_call(document: PlanDocument, path: str) -> str:
     """How the step is compiled that this plan is for."""
-    options = {"plan": path}
+    options: dict[str, object] = {"plan": path}
     if document.codegen != Codegen.INDUCTOR.value:
         options["codegen"] = document.codegen
     if document.settings.outputs is not Outputs.HELD:
         options["outputs"] = document.settings.outputs.value
+    if document.settings.storage:
+        options["storage"] = list(document.settings.storage)
     dynamic = ", dynamic=True" if document.settings.dynamic else ""
     return f'torch.compile(model, backend="dyngran"{dynamic}, options={json.dumps(options)})'

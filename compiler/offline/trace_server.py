@@ -74,7 +74,7 @@ def written_settings(settings: Settings) -> dict[str, Any]:
 
 def read_settings(fields: Mapping[str, Any]) -> Settings:
     """The reverse of `written_settings`."""
-    return Settings(**{**fields, "outputs": Outputs(fields["outputs"])})
+    return Settings(**{**fields, "outputs": Outputs(fields["outputs"]), "storage": tuple(fields["storage"])})
 
 
 def _fields_of(error: DyngranError) -> dict[str, Any]:

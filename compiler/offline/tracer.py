@@ -136,7 +136,9 @@ class Tracer:
                 "device_profile": settings.profile,
                 "keep_below": settings.keep_below,
                 "outputs": settings.outputs,
+                "pack": settings.pack,
                 "solver": settings.solver,
+                "storage": settings.storage,
             }
         )
 

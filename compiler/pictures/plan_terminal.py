@@ -125,9 +125,10 @@ def settings_of(document: PlanDocument) -> list[tuple[str, str]]:
         "dtype": settings.dtype,
         "profile": settings.profile,
         "keep below": settings.keep_below,
+        "storage": ", ".join(settings.storage) or None,
     }
     named = [(name, str(value)) for name, value in given.items() if value is not None]
-    return named + ([("dynamic", "shapes")] if settings.dynamic else [])
+    return named + [("dynamic", "shapes")] * settings.dynamic + [("no", "packing")] * (not settings.pack)
 
 
 def _grid(title: str, rows: Mapping[str, str]) -> RenderableType:
@@ -186,7 +187,7 @@ def _largest(decisions: list[Decision], width: int, *, show_all: bool) -> Table:
     if width >= WIDE:
         wide = [(one.name, action_of(one), one.label, one.reason, *_amounts(one)) for one in shown]
         return Table(title=title, columns=("value", "action", "source", "reason", "bytes", "recompute"), align="llllrr", rows=tuple(wide))
-    narrow = [(format_bytes(one.size_bytes), action_of(one), _stacked(f"{one.name}  {one.label}".rstrip(), one.reason)) for one in shown]
+    narrow = [(bytes_of(one), action_of(one), _stacked(f"{one.name}  {one.label}".rstrip(), one.reason)) for one in shown]
     return Table(title=title, columns=("bytes", "action", "value, source, reason"), align="rll", rows=tuple(narrow))
 
 
@@ -195,7 +196,13 @@ def _stacked(*lines: str) -> str:
 
 
 def _amounts(decision: Decision) -> tuple[str, str]:
-    return format_bytes(decision.size_bytes), format_us(decision.recompute_us)
+    return bytes_of(decision), format_us(decision.recompute_us)
+
+
+def bytes_of(decision: Decision) -> str:
+    """The bytes of a value, and what becomes of them where it is stored otherwise: ``4 MiB to 512 KiB``."""
+    size = format_bytes(decision.size_bytes)
+    return size if decision.stored_bytes is None else f"{size} to {format_bytes(decision.stored_bytes)}"
 
 
 def _of(num_shown: int, num_all: int) -> str:

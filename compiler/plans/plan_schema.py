@@ -172,8 +172,10 @@ class SettingsForm(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True
     dynamic: bool = False
     keep_below: Count | None = None
     outputs: Outputs = Outputs.HELD
+    pack: bool = True
     profile: str | None = None
     solver: str = "auto"
+    storage: tuple[str, ...] = ()
 
 
 class DocumentForm(Struct, kw_only=True, forbid_unknown_fields=True):

@@ -97,7 +97,7 @@ class Settings:
     Attributes:
         budget: as people write it; None: no limit. profile: the device of the table whose costs were used; None: costs were measured.
         batch, dtype, dynamic: what overrode the target's own inputs; None and False: nothing.
-        outputs, keep_below, solver: as the options of the backend.
+        outputs, keep_below, pack, solver, storage: as the options of the backend.
     """
 
     batch: int | None = None
@@ -106,8 +106,10 @@ class Settings:
     dynamic: bool = False
     keep_below: int | None = None
     outputs: Outputs = Outputs.HELD
+    pack: bool = True
     profile: str | None = None
     solver: str = "auto"
+    storage: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

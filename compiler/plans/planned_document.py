@@ -39,8 +39,10 @@ def settings_of(graph: PlannedGraph) -> Settings:
         budget=None if options.budget is None else str(options.budget),
         keep_below=options.keep_below,
         outputs=options.outputs,
+        pack=options.pack,
         profile=options.device_profile,
         solver=options.solver,
+        storage=options.storage,
     )
 
 
