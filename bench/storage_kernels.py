@@ -32,10 +32,10 @@ from rich.table import Table
 from torch import Tensor
 
 from dyngran.kernels import tuning
+from dyngran.kernels.float8 import FLOAT8
 from dyngran.kernels.groups import FORMATS, default_group
 from dyngran.kernels.launch import triton
 from dyngran.kernels.operators import register
-from dyngran.kernels.quantize import FLOAT8
 from dyngran.kernels.steps import step_tensor
 from dyngran.passes.errors import format_bytes
 

@@ -91,7 +91,7 @@ def capture(
     _use_measured_sizes(storages, costs)
     if not fused:
         _use_sizes_of_copied_storages(storages)
-    ops, states = _ops(storages, node_info, costs, device)
+    ops, states = _ops(storages, node_info, costs, device, fused=fused)
     if epilogue:
         ops.append(_at_the_end(len(ops), "write back mutated inputs", "copy_", epilogue, pinned="mutates an input"))
     if not holds_outputs and returned:
@@ -221,12 +221,14 @@ def _is_dense(layout: list[tuple[int, int]]) -> bool:
     return True
 
 
-def _ops(storages: Storages, node_info: object, costs: Sequence[Measurement], device: torch.device) -> tuple[list[Op], list[Value]]:
+def _ops(
+    storages: Storages, node_info: object, costs: Sequence[Measurement], device: torch.device, *, fused: bool
+) -> tuple[list[Op], list[Value]]:
     """All ops in order. Before each random op that may run again stands one that makes the generator's state, which then must be saved."""
     ops: list[Op] = []
     states: list[Value] = []
     for node, cost in zip(storages.ops, costs, strict=True):
-        op = _op(node, len(ops), storages, node_info, cost)
+        op = _op(node, len(ops), storages, node_info, cost, fused=fused)
         if torch_private.is_random(node) and not op.pinned and op.side is Side.FORWARD and device.type == "cpu":
             state = Value(
                 index=len(storages.storages) + len(states),
@@ -272,7 +274,7 @@ def _at_the_end(index: int, name: str, target: str, values: tuple[int, ...], *, 
     )
 
 
-def _op(node: fx.Node, position: int, storages: Storages, node_info: object, cost: Measurement) -> Op:
+def _op(node: fx.Node, position: int, storages: Storages, node_info: object, cost: Measurement, *, fused: bool) -> Op:
     if node in node_info.tangents_closure or torch_private.must_be_in_backward(node):  # type: ignore[attr-defined]  # torch's NodeInfo
         side = Side.BACKWARD
     elif _runs_in_forward(node, node_info):
@@ -290,7 +292,7 @@ def _op(node: fx.Node, position: int, storages: Storages, node_info: object, cos
         cost_us=cost.cost_us,
         cost_source=cost.source,
         workspace_bytes=cost.workspace_bytes,
-        pinned="" if side is Side.BACKWARD else pin_reason(node),
+        pinned="" if side is Side.BACKWARD else pin_reason(node, fused=fused),
         region=region_of(node),
         never_saved=node.meta.get("recompute") in torch_private.USER_RECOMPUTES or _is_constant(node),
         fusible=kind is not LoopKind.NONE,

@@ -7,13 +7,16 @@ reads it; where every node is a kernel, one operator of `dyngran.kernels` does a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 
 from dyngran.compiler import torch_private
+from dyngran.kernels.formulas import decode, encode
 from dyngran.kernels.operators import register
 from dyngran.passes.plan import Action
 from dyngran.passes.signature import dense_stride
@@ -46,10 +49,10 @@ class Codec(Protocol):
     @property
     def error(self) -> str: ...
 
-    def store(self, writer: Writer, value: fx.Node) -> fx.Node:
-        """Nodes that make what is stored, one tensor, of ``value``; the last of them."""
+    def store(self, writer: Writer, value: fx.Node) -> tuple[fx.Node, ...]:
+        """Nodes that make what is stored of ``value``, one tensor or several: those."""
 
-    def load(self, writer: Writer, stored: fx.Node, like: torch.Tensor) -> fx.Node:
+    def load(self, writer: Writer, stored: Sequence[fx.Node], like: torch.Tensor) -> fx.Node:
         """Nodes that make ``value``, whose fake tensor is ``like``, of what is stored; the last of them."""
 
 
@@ -75,6 +78,17 @@ class Writer:
         self.nodes.append(node)
         return node
 
+    def inline(self, formula: Callable[..., Any], *operands: fx.Node) -> tuple[fx.Node, ...]:
+        """The nodes of a function of tensors, traced; those of its results."""
+        traced = torch_private.traced_formula(formula, [node.meta["val"] for node in operands])
+        inside = dict(zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True))
+        for node in traced.graph.nodes:
+            if node.op == "call_function":
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), inside.__getitem__)
+                inside[node] = self.call(node.target, *args, **kwargs)
+        results = traced.graph.output_node().args[0]
+        return tuple(inside[result] for result in (results if isinstance(results, (tuple, list)) else [results]))
+
     def convert(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         if self.fused:
             return self.call(prims.convert_element_type.default, node, dtype)
@@ -89,32 +103,30 @@ class Bits:
     format: str = "bits"
     error: str = ""
 
-    def store(self, writer: Writer, value: fx.Node) -> fx.Node:
+    def store(self, writer: Writer, value: fx.Node) -> tuple[fx.Node, ...]:
         like = value.meta["val"]
         if not writer.fused:
-            return writer.call(torch.ops.dyngran.pack_bits.default, value, list(like.stride()))
-        flat = writer.call(aten.reshape.default, writer.call(aten.permute.default, value, _memory_order(like)), [like.numel()])
+            return (writer.call(torch.ops.dyngran.pack_bits.default, value, list(like.stride())),)
+        flat = _flattened(writer, value)
         if like.numel() % 8:
             flat = writer.call(aten.constant_pad_nd.default, flat, [0, -like.numel() % 8])
-        rows = writer.convert(writer.call(aten.reshape.default, flat, [-1, 8]), torch.int32)
+        rows = writer.convert(writer.call(aten.reshape.default, flat, [-1, 8]), torch.uint8)
         shifted = writer.call(aten.bitwise_left_shift.Tensor, rows, self._places(writer, like))
-        return writer.convert(writer.call(aten.sum.dim_IntList, shifted, [1], dtype=torch.int32), torch.uint8)
+        return (writer.call(aten.sum.dim_IntList, shifted, [1], dtype=torch.uint8),)
 
-    def load(self, writer: Writer, stored: fx.Node, like: torch.Tensor) -> fx.Node:
+    def load(self, writer: Writer, stored: Sequence[fx.Node], like: torch.Tensor) -> fx.Node:
+        (packed,) = stored
         if not writer.fused:
-            return writer.call(torch.ops.dyngran.unpack_bits.default, stored, list(like.shape), list(like.stride()))
-        rows = writer.call(aten.unsqueeze.default, writer.convert(stored, torch.int32), 1)
+            return writer.call(torch.ops.dyngran.unpack_bits.default, packed, list(like.shape), list(like.stride()))
+        rows = writer.call(aten.unsqueeze.default, packed, 1)
         shifted = writer.call(aten.bitwise_right_shift.Tensor, rows, self._places(writer, like))
         flat = writer.call(aten.reshape.default, writer.call(aten.bitwise_and.Scalar, shifted, 1), [-1])
         if like.numel() % 8:
             flat = writer.call(aten.slice.Tensor, flat, 0, 0, like.numel())
-        order = _memory_order(like)
-        lying = writer.call(aten.reshape.default, flat, [like.shape[dimension] for dimension in order])
-        back = sorted(range(len(order)), key=order.__getitem__)
-        return writer.convert(writer.call(aten.permute.default, lying, back), torch.bool)
+        return _unflattened(writer, writer.convert(flat, torch.bool), like)
 
     def _places(self, writer: Writer, like: torch.Tensor) -> fx.Node:
-        how = {"start": 0, "step": 1, "dtype": torch.int32, "device": like.device, "requires_grad": False}
+        how = {"start": 0, "step": 1, "dtype": torch.uint8, "device": like.device, "requires_grad": False}
         return writer.call(prims.iota.default, 8, **how)
 
 
@@ -127,11 +139,13 @@ class Sign:
     format: str = "sign"
     error: str = ""
 
-    def store(self, writer: Writer, value: fx.Node) -> fx.Node:
-        return writer.call(torch.ops.dyngran.pack_sign.default, value, list(value.meta["val"].stride()), self.threshold)
+    def store(self, writer: Writer, value: fx.Node) -> tuple[fx.Node, ...]:
+        return (writer.call(torch.ops.dyngran.pack_sign.default, value, list(value.meta["val"].stride()), self.threshold),)
 
-    def load(self, writer: Writer, stored: fx.Node, like: torch.Tensor) -> fx.Node:
-        return writer.call(torch.ops.dyngran.unpack_sign.default, stored, list(like.shape), list(like.stride()), self.threshold, like.dtype)
+    def load(self, writer: Writer, stored: Sequence[fx.Node], like: torch.Tensor) -> fx.Node:
+        return writer.call(
+            torch.ops.dyngran.unpack_sign.default, *stored, list(like.shape), list(like.stride()), self.threshold, like.dtype
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +156,11 @@ class Shape:
     format: str = "shape"
     error: str = ""
 
-    def store(self, writer: Writer, value: fx.Node) -> fx.Node:
-        return writer.call(aten.new_empty.default, value, [0])
+    def store(self, writer: Writer, value: fx.Node) -> tuple[fx.Node, ...]:
+        return (writer.call(aten.new_empty.default, value, [0]),)
 
-    def load(self, writer: Writer, stored: fx.Node, like: torch.Tensor) -> fx.Node:
-        return writer.call(aten.new_empty_strided.default, stored, list(like.shape), list(like.stride()))
+    def load(self, writer: Writer, stored: Sequence[fx.Node], like: torch.Tensor) -> fx.Node:
+        return writer.call(aten.new_empty_strided.default, *stored, list(like.shape), list(like.stride()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,24 +172,25 @@ class Cast:
     format: str
     error: str = ""
 
-    def store(self, writer: Writer, value: fx.Node) -> fx.Node:
+    def store(self, writer: Writer, value: fx.Node) -> tuple[fx.Node, ...]:
         like = value.meta["val"]
         if self.dtype is not torch.float16:
-            return writer.convert(value, self.dtype)
+            return (writer.convert(value, self.dtype),)
         if not writer.fused:
-            return writer.call(torch.ops.dyngran.cast.default, value, list(like.stride()), self.dtype)
+            return (writer.call(torch.ops.dyngran.cast.default, value, list(like.stride()), self.dtype),)
         largest = torch.finfo(torch.float16).max
         clamped = writer.call(aten.clamp.default, value, -largest, largest)
         is_infinite = writer.call(aten.isinf.default, value)
-        return writer.convert(writer.call(aten.where.self, is_infinite, value, clamped), self.dtype)
+        return (writer.convert(writer.call(aten.where.self, is_infinite, value, clamped), self.dtype),)
 
-    def load(self, writer: Writer, stored: fx.Node, like: torch.Tensor) -> fx.Node:
-        return writer.convert(stored, like.dtype)
+    def load(self, writer: Writer, stored: Sequence[fx.Node], like: torch.Tensor) -> fx.Node:
+        return writer.convert(stored[0], like.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Values in 8 or 4 bits with a scale for each group of neighbours in memory: `dyngran.kernels.quantize`."""
+    """Values in 8 or 4 bits with a scale for each group of neighbours in memory: `dyngran.kernels.quantize`, or where the code generator
+    fuses, 8 bits and whole groups, `dyngran.kernels.formulas`."""
 
     format: str
     value_id: int
@@ -185,14 +200,27 @@ class Groups:
     def error(self) -> str:
         return _ROUNDINGS[self.format]
 
-    def store(self, writer: Writer, value: fx.Node) -> fx.Node:
-        stride = list(value.meta["val"].stride())
-        how = (_KERNEL_FORMAT.get(self.format, self.format), GROUP[self.format], self.format in STOCHASTIC, self.value_id)
-        return writer.call(torch.ops.dyngran.quantize.default, value, stride, *how)
+    def store(self, writer: Writer, value: fx.Node) -> tuple[fx.Node, ...]:
+        like = value.meta["val"]
+        if self._is_formula(writer, like):
+            rows = writer.call(aten.reshape.default, _flattened(writer, value), [-1, GROUP[self.format]])
+            return writer.inline(partial(encode, format=self._kernel_format), rows)
+        how = (self._kernel_format, GROUP[self.format], self.format in STOCHASTIC, self.value_id)
+        return (writer.call(torch.ops.dyngran.quantize.default, value, list(like.stride()), *how),)
 
-    def load(self, writer: Writer, stored: fx.Node, like: torch.Tensor) -> fx.Node:
-        how = (_KERNEL_FORMAT.get(self.format, self.format), GROUP[self.format])
-        return writer.call(torch.ops.dyngran.dequantize.default, stored, list(like.shape), list(like.stride()), like.dtype, *how)
+    def load(self, writer: Writer, stored: Sequence[fx.Node], like: torch.Tensor) -> fx.Node:
+        if self._is_formula(writer, like):
+            (rows,) = writer.inline(partial(decode, format=self._kernel_format, dtype=like.dtype), *stored)
+            return _unflattened(writer, writer.call(aten.reshape.default, rows, [-1]), like)
+        how = (like.dtype, self._kernel_format, GROUP[self.format])
+        return writer.call(torch.ops.dyngran.dequantize.default, *stored, list(like.shape), list(like.stride()), *how)
+
+    @property
+    def _kernel_format(self) -> str:
+        return _KERNEL_FORMAT.get(self.format, self.format)
+
+    def _is_formula(self, writer: Writer, like: torch.Tensor) -> bool:
+        return writer.fused and self.format not in STOCHASTIC and like.numel() % GROUP[self.format] == 0
 
 
 def lossy_codec(name: str, dtype: torch.dtype, value_id: int) -> Codec | None:
@@ -213,6 +241,19 @@ def integer_codec(lowest: int, highest: int, dtype: torch.dtype) -> Codec | None
         if info.min <= lowest and highest <= info.max and narrow.itemsize < dtype.itemsize:
             return Cast(narrow, Action.PACK, str(narrow).removeprefix("torch."))
     return None
+
+
+def _flattened(writer: Writer, value: fx.Node) -> fx.Node:
+    """All elements in the order of memory: views."""
+    like = value.meta["val"]
+    return writer.call(aten.reshape.default, writer.call(aten.permute.default, value, _memory_order(like)), [like.numel()])
+
+
+def _unflattened(writer: Writer, flat: fx.Node, like: torch.Tensor) -> fx.Node:
+    """The reverse of `_flattened`."""
+    order = _memory_order(like)
+    lying = writer.call(aten.reshape.default, flat, [like.shape[dimension] for dimension in order])
+    return writer.call(aten.permute.default, lying, sorted(range(len(order)), key=order.__getitem__))
 
 
 def _memory_order(like: torch.Tensor) -> list[int]:

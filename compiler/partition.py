@@ -69,16 +69,19 @@ def _store(captured: Captured, value: int, codec: Codec, forward: fx.GraphModule
     fused = captured.problem.fused
     with forward.graph.inserting_before(made.next):
         stored = codec.store(Writer(forward.graph, like, fused=fused, meta=meta), made)
-    stored.name = stored_name(original.name, codec.format)
-    results[places[0]] = stored
+    for place, part in enumerate(stored):
+        part.name = stored_name(original.name, codec.format) + (f"_{place}" if place else "")
+    results[places[0] : places[0] + 1] = stored
     output.args = (tuple(results),)
     users = list(read.users)
+    placeholders = []
     with backward.graph.inserting_before(read):
-        placeholder = backward.graph.placeholder(stored.name)
-    placeholder.meta = {**read.meta, **stored.meta}
+        for part in stored:
+            placeholders.append(backward.graph.placeholder(part.name))
+            placeholders[-1].meta = {**read.meta, **part.meta}
     if users:
         with backward.graph.inserting_before(min(users)):
-            loaded = codec.load(Writer(backward.graph, like, fused=fused, meta=meta), placeholder, like)
+            loaded = codec.load(Writer(backward.graph, like, fused=fused, meta=meta), placeholders, like)
         loaded.name = loaded_name(original.name, codec.format)
         read.replace_all_uses_with(loaded)
     backward.graph.erase_node(read)

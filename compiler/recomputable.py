@@ -13,8 +13,14 @@ REPEATABLE_HIGHER_ORDER = frozenset({"flex_attention", "triton_kernel_wrapper_fu
 NEVER_TWICE = frozenset({"inductor::seeds", "prims::inductor_seeds", "prims::inductor_seed", "aten::_local_scalar_dense"})
 
 
-def pin_reason(node: fx.Node) -> str:
-    """Why this op must not be run again in backward; '' if it may."""
+CHOOSE_AMONG_EQUALS = frozenset(
+    f"aten::{name}" for name in ("topk", "sort", "argsort", "kthvalue", "median", "nanmedian", "mode", "argmax", "argmin")
+)
+
+
+def pin_reason(node: fx.Node, *, fused: bool = False) -> str:
+    """Why this op must not be run again in backward; '' if it may. ``fused``: the code generator rounds and lays out what is made again as
+    it likes, so that a choice among equal, or nearly equal, elements may be another one."""
     target = node.target
     tag = node.meta.get("recompute")
     if tag == torch_private.MUST_SAVE:
@@ -35,6 +41,8 @@ def pin_reason(node: fx.Node) -> str:
     name = target._schema.name
     if name in NEVER_TWICE:
         return "must run once"
+    if fused and name in CHOOSE_AMONG_EQUALS and tag not in torch_private.USER_RECOMPUTES:
+        return "may choose otherwise among equal elements"
     if torch.Tag.dynamic_output_shape in target.tags or torch.Tag.data_dependent_output in target.tags:
         return "its size depends on the data"
     if target.namespace not in OWN_NAMESPACES and tag not in torch_private.USER_RECOMPUTES:

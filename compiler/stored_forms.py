@@ -214,7 +214,7 @@ def _needed_in_backward(ops: Sequence[Op]) -> set[int]:
 def _priced(captured: Captured, found: Sequence[_Found], price: Pricer) -> tuple[StoredForm, ...]:
     """Each codec written once into a graph of its own, its nodes priced like those of the step."""
     fused, graph = captured.problem.fused, fx.Graph()
-    written: list[tuple[_Found, fx.Node, list[fx.Node], list[fx.Node]]] = []
+    written: list[tuple[_Found, tuple[fx.Node, ...], list[fx.Node], list[fx.Node]]] = []
     for one in found:
         like = one.node.meta["val"]
         value = graph.placeholder(one.node.name)
@@ -227,7 +227,7 @@ def _priced(captured: Captured, found: Sequence[_Found], price: Pricer) -> tuple
     prices = dict(zip(nodes, price(nodes, captured.device), strict=True)) if nodes else {}
     forms = []
     for one, stored, storing, loading in written:
-        size_bytes = storage_bytes(stored.meta["val"], captured.device)
+        size_bytes = sum(storage_bytes(part.meta["val"], captured.device) for part in stored)
         if captured.problem.values[one.value].size_bytes - size_bytes < MIN_SAVED_BYTES:
             continue
         offer = Offer(

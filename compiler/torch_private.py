@@ -356,6 +356,17 @@ def fake_call(like: torch.Tensor, target: torch._ops.OpOverload, args: Sequence[
         return target(*args, **kwargs)
 
 
+def traced_formula(formula: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """A function of fake tensors as a graph of the operators that Inductor has lowerings for."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode: Any = tensors[0].fake_mode  # type: ignore[attr-defined]  # fake tensors have it
+    with mode, torch.no_grad():
+        traced: fx.GraphModule = make_fx(formula, decomposition_table=select_decomp_table())(*tensors)
+    return traced
+
+
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """The graph as a function of one list that it empties, so that inputs die as they are consumed."""
     from torch.fx.graph import _BoxedCodeGen

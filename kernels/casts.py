@@ -67,13 +67,22 @@ def cast_kernel(
 ) -> None:
     first = tl.program_id(0).to(tl.int64) * BLOCK
     place = tl.arange(0, BLOCK)
-    inside = place < tl.minimum(num_elements - first, BLOCK).to(tl.int32)
-    values = tl.load(values_ptr + first + place, mask=inside, other=0)
+    left = tl.minimum(num_elements - first, BLOCK).to(tl.int32)
+    if left == BLOCK:
+        values = tl.load(values_ptr + first + place)
+        tl.store(target_ptr + first + place, converted(values, limit, SATURATE, target_ptr.dtype.element_ty))
+    else:
+        values = tl.load(values_ptr + first + place, mask=place < left, other=0)
+        tl.store(target_ptr + first + place, converted(values, limit, SATURATE, target_ptr.dtype.element_ty), mask=place < left)
+
+
+@kernel
+def converted(values: tl.tensor, limit: tl.tensor, SATURATE: tl.constexpr, TYPE: tl.constexpr) -> tl.tensor:
     if SATURATE:
         values = values.to(tl.float32)
         is_finite = tl.abs(values) < float("inf")
         values = tl.where(is_finite, tl.clamp(values, -limit, limit), values)
-    tl.store(target_ptr + first + place, values.to(target_ptr.dtype.element_ty), mask=inside)
+    return values.to(TYPE)
 
 
 def launch_cast(values: Tensor, target: Tensor) -> None:
@@ -82,6 +91,7 @@ def launch_cast(values: Tensor, target: Tensor) -> None:
         saturate = loses_range(values.dtype, target.dtype)
         limit = largest_finite(target.dtype) if saturate else 0.0
         chosen = configuration(f"cast:{values.dtype}:{target.dtype}", values.device)
-        num_programs = -(-len(values) // chosen.block)
-        constants = {"SATURATE": saturate, "BLOCK": chosen.block}
+        block = max(1, chosen.block // max(values.element_size(), target.element_size()))
+        num_programs = -(-len(values) // block)
+        constants = {"SATURATE": saturate, "BLOCK": block}
         launch(cast_kernel, num_programs, (values, target, len(values), limit), on=values, num_warps=chosen.num_warps, **constants)

@@ -61,10 +61,10 @@ DEFAULTS = {
     "unpack_sign": Configuration(512, 4),
     "quantize": Configuration(4096, 4),  # elements, whole groups
     "dequantize": Configuration(4096, 4),
-    "cast": Configuration(2048, 4),  # elements
-    "slice": Configuration(2048, 4),  # words of up to eight bytes
-    "gather": Configuration(2048, 4),
-    "scatter": Configuration(2048, 4),
+    "cast": Configuration(8192, 4),  # bytes of the wider type
+    "slice": Configuration(4096, 4),  # bytes
+    "gather": Configuration(4096, 4),
+    "scatter": Configuration(4096, 4),
 }
 
 tuned: dict[tuple[torch.device, str], Configuration] = {}

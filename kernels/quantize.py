@@ -7,32 +7,24 @@ Formula, for an element ``x`` of a group with scale ``s``, in float32:
     stochastic    code = floor((256 y rounded to an integer + r) / 256),  r uniform in 0 .. 255; integer formats only
 
 A stochastic code is one of the two neighbours of ``y``, and its expectation is ``y`` rounded to 1/256: right to 2^-9 of a step, a
-hundredth part of the noise of one rounding, and exact where ``y`` is an integer. Eight random bits an element make one Philox call (four
-words) serve 16 elements. Philox has seven rounds, the fewest with which it passes BigCrush (Salmon et al., Parallel Random Numbers: As
-Easy as 1, 2, 3, SC 2011, table 2); its key is the step, its counter the place in the tensor and ``value_id``. So a draw depends on
-nothing else: not on the configuration of the launch, the card or what ran before. The reference draws other numbers, from torch's
-generator, which depend on the same.
-
-In the kernels, ``y + 1.5 * 2^23`` has in its lowest bits ``y`` rounded to an integer, ties to even, in two's complement (Warren,
-Hacker's Delight, 2nd ed., chapter 17). Groups with an infinity or a NaN take a branch of their own, so that all others do not pay for them.
+hundredth part of the noise of one rounding, and exact where ``y`` is an integer. `dyngran.kernels.randomness` says where ``r`` comes from.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from dyngran.kernels.casts import CAST_FLOATS, largest_finite
+from dyngran.kernels.float8 import FLOAT8, decode_float8, has_float8
 from dyngran.kernels.groups import LEAST_SCALE, Format, code_bytes, find_format, stored_bytes
 from dyngran.kernels.launch import Configuration, configuration, kernel, launch, tl
 from dyngran.kernels.layouts import CHUNK_ELEMENTS, check_stored, chunks, memory_order, new_in_layout
+from dyngran.kernels.quantize_kernel import quantize_kernel
+from dyngran.kernels.randomness import mixed
 from dyngran.kernels.steps import step_tensor
-
-FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-STREAM_BITS = 63  # of a seed of torch's generator
 
 
 def quantize(x: Tensor, stride: Sequence[int], format: str, group: int, stochastic: bool, value_id: int) -> Tensor:
@@ -72,15 +64,6 @@ def check_dtype(dtype: torch.dtype, is_cuda: bool) -> None:
     """Raises TypeError unless values of that type can be quantized."""
     if dtype not in CAST_FLOATS and (is_cuda or dtype != torch.float64):
         raise TypeError(f"values to quantize are float32, bfloat16 or float16 (on a CPU float64 too), got {dtype}")
-
-
-def mixed(step: int, value_id: int) -> int:
-    """A seed of torch's generator for a step and a value: splitmix64's finalizer, so that near pairs get far seeds (Steele et al.,
-    2014)."""
-    state = (step * 0x9E3779B97F4A7C15 + value_id * 0xD1342543DE82EF95) & 0xFFFFFFFFFFFFFFFF
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return (state ^ (state >> 31)) >> (64 - STREAM_BITS)
 
 
 def split_stored(stored: Tensor, format: Format, group: int, num_elements: int) -> tuple[Tensor, Tensor]:
@@ -164,113 +147,6 @@ def _within(dtype: torch.dtype) -> tuple[float, float]:
 
 
 @kernel
-def random_bytes(step_ptr: tl.tensor, value_id: tl.tensor, first: tl.tensor, GROUPS: tl.constexpr, GROUP: tl.constexpr) -> tl.tensor:
-    """Numbers 0 .. 255 for all elements of groups ``first .. first + GROUPS``."""
-    CALLS: tl.constexpr = GROUP // 16  # of a group; those of a program never cross a multiple of 2^32, since both are powers of two
-    start = first * CALLS
-    call = tl.arange(0, GROUPS)[:, None] * CALLS + tl.arange(0, CALLS)[None, :]
-    low = (start & 0xFFFFFFFF).to(tl.uint32) + call.to(tl.uint32)
-    high = (start >> 32).to(tl.uint32)
-    value = value_id.to(tl.int64)
-    value_low, value_high = (value & 0xFFFFFFFF).to(tl.uint32), ((value >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    a, b, c, d = tl.philox(tl.load(step_ptr), low, high, value_low, value_high, 7)
-    words = tl.reshape(tl.join(tl.join(a, b), tl.join(c, d)), [GROUPS, GROUP // 4])
-    shift = (tl.arange(0, 4) * 8).to(tl.uint32)
-    return tl.reshape(((words[:, :, None] >> shift[None, None, :]) & 255).to(tl.int32), [GROUPS, GROUP])
-
-
-@kernel
-def encode_float8(scaled: tl.tensor, MANTISSA: tl.constexpr, BIAS: tl.constexpr) -> tl.tensor:
-    """Float8 codes by integer arithmetic, for cards and interpreters without the instruction. ``|scaled|`` is in the format's range.
-
-    Below the smallest normal number the sum with ``2^(24 - MANTISSA - BIAS)`` has the code in its lowest bits; above, half a unit less one,
-    and the last bit kept, carry into it.
-    """
-    SHIFT: tl.constexpr = 23 - MANTISSA
-    MAGIC: tl.constexpr = (128 - BIAS + SHIFT) << 23
-    bits = scaled.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    small = (tl.abs(scaled) + tl.full([1, 1], MAGIC, tl.int32).to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True) - MAGIC
-    carried = magnitude + ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1)
-    code = tl.where(magnitude < ((128 - BIAS) << 23), small, (carried >> SHIFT) - ((127 - BIAS) << MANTISSA))
-    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
-
-
-@kernel
-def decode_float8(code: tl.tensor, MANTISSA: tl.constexpr, BIAS: tl.constexpr) -> tl.tensor:
-    """What finite float8 codes mean: exponent and mantissa at their places in a float32, whose bias is larger."""
-    wide = code.to(tl.int32)
-    bits = ((wide & 0x7F) << (23 - MANTISSA)) | ((wide & 0x80) << 24)
-    rebias = tl.full([1, 1], (254 - BIAS) << 23, tl.int32).to(tl.float32, bitcast=True)
-    return bits.to(tl.float32, bitcast=True) * rebias
-
-
-@kernel
-def quantize_kernel(
-    values_ptr: tl.tensor,
-    codes_ptr: tl.tensor,
-    scales_ptr: tl.tensor,
-    step_ptr: tl.tensor,
-    num_elements: tl.tensor,
-    num_groups: tl.tensor,
-    reciprocal: tl.tensor,
-    flagged_reciprocal: tl.tensor,
-    value_id: tl.tensor,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    INFINITY: tl.constexpr,
-    NEGATIVE_INFINITY: tl.constexpr,
-    NAN: tl.constexpr,
-    NATIVE_FLOAT8: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-) -> None:
-    first = tl.program_id(0).to(tl.int64) * GROUPS
-    row = tl.arange(0, GROUPS)
-    place = row[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    left = tl.minimum(num_elements - first * GROUP, GROUPS * GROUP).to(tl.int32)
-    values = tl.load(values_ptr + first * GROUP + place, mask=place < left, other=0.0).to(tl.float32)
-
-    magnitude = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # as integers, magnitudes are in order, infinity and NaN above all others
-    largest = tl.max(magnitude, axis=1)
-    is_flagged = largest >= 0x7F800000
-    any_flagged = tl.max(largest, axis=0) >= 0x7F800000
-    if any_flagged:
-        largest = tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), axis=1)
-    scale = largest.to(tl.float32, bitcast=True) * tl.where(is_flagged, flagged_reciprocal, reciprocal)
-    bits = (scale.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000
-    bits = tl.maximum(bits, 0x00800000)  # 2^-126
-    scaled = values * tl.div_rn(1.0, bits.to(tl.float32, bitcast=True))[:, None]
-
-    if MANTISSA == 0:
-        if STOCHASTIC:
-            fixed = (scaled * 256.0 + 12582912.0).to(tl.int32, bitcast=True)
-            code = ((fixed + random_bytes(step_ptr, value_id, first, GROUPS, GROUP)) >> 8).to(tl.uint8)
-        else:
-            code = (scaled + 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8)
-    elif NATIVE_FLOAT8:
-        code = scaled.to(tl.float8e4nv if MANTISSA == 3 else tl.float8e5).to(tl.uint8, bitcast=True)
-    else:
-        code = encode_float8(scaled, MANTISSA, BIAS)
-    if any_flagged:
-        infinity = tl.where(values < 0, NEGATIVE_INFINITY, INFINITY)
-        special = tl.where(magnitude == 0x7F800000, infinity, NAN).to(tl.uint8)
-        code = tl.where(magnitude >= 0x7F800000, special, code)
-
-    in_range = row < tl.minimum(num_groups - first, GROUPS).to(tl.int32)
-    if BITS == 4:
-        low, high = tl.split(tl.reshape(code, [GROUPS, GROUP // 2, 2]))
-        half = row[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
-        tl.store(codes_ptr + first * (GROUP // 2) + half, (low & 15) | (high << 4), mask=in_range[:, None])
-    else:
-        tl.store(codes_ptr + first * GROUP + place, code, mask=in_range[:, None])
-    sign = tl.where(is_flagged, 0x8000, 0)
-    tl.store(scales_ptr + first + row, ((bits >> 16) | sign).to(tl.int16), mask=in_range)
-
-
-@kernel
 def dequantize_kernel(
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
@@ -326,6 +202,7 @@ def launch_quantize(values: Tensor, stored: Tensor, format: Format, group: int, 
         arguments = (values, codes, scales, codes if step is None else step, *numbers)
         num_programs = -(-len(scales) // constants["GROUPS"])
         constants["STOCHASTIC"] = step is not None
+        constants["ALIGNED"] = values.data_ptr() % (2 * values.element_size()) == 0
         launch(quantize_kernel, num_programs, arguments, on=values, num_warps=chosen.num_warps, **constants)
 
 
@@ -353,9 +230,3 @@ def _how(key: str, device: torch.device, format: Format, group: int) -> tuple[Co
         "NATIVE_FLOAT8": has_float8(device),
     }
     return chosen, constants
-
-
-@functools.cache
-def has_float8(device: torch.device) -> bool:
-    """Whether a card converts to float8 by itself: from compute capability 8.9 on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

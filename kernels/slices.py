@@ -142,12 +142,18 @@ def slice_kernel(
     """Row ``r`` of the target is the run that begins ``start`` after ``r * stride``. The factor UNIT tells Triton how far it can
     vectorize."""
     first_row = (tl.program_id(0) // num_column_blocks).to(tl.int64) * ROWS
-    column = (tl.program_id(0) % num_column_blocks).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.arange(0, ROWS)
+    first_column = (tl.program_id(0) % num_column_blocks).to(tl.int64) * COLUMNS
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
     run, stride, start = run_units.to(tl.int64) * UNIT, stride_units.to(tl.int64) * UNIT, start_units.to(tl.int64) * UNIT
-    inside = (row < tl.minimum(num_rows - first_row, ROWS).to(tl.int32))[:, None] & (column < run)[None, :]
-    words = tl.load(source_ptr + ((first_row + row) * stride + start)[:, None] + column[None, :], mask=inside)
-    tl.store(target_ptr + ((first_row + row) * run)[:, None] + column[None, :], words, mask=inside)
+    num_rows_left = tl.minimum(num_rows - first_row, ROWS).to(tl.int32)
+    num_columns_left = tl.minimum(run - first_column, COLUMNS).to(tl.int32)
+    source = source_ptr + first_row * stride + start + first_column + (row * stride + column)
+    target = target_ptr + first_row * run + first_column + (row * run + column)
+    if (num_rows_left == ROWS) & (num_columns_left == COLUMNS):
+        tl.store(target, tl.load(source))
+    else:
+        inside = (row < num_rows_left) & (column < num_columns_left)
+        tl.store(target, tl.load(source, mask=inside), mask=inside)
 
 
 @kernel
@@ -192,7 +198,7 @@ def scatter_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """As `gather_kernel`, over all maps of the base: from the part where ``place`` is not negative, so every word is read once."""
+    """As `gather_kernel`, over all maps of the base: from the part where ``place`` is not negative, with one load for both."""
     block = tl.program_id(0) // num_column_blocks
     column = (tl.program_id(0) % num_column_blocks).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     outer = (block // num_row_blocks).to(tl.int64)
@@ -200,11 +206,11 @@ def scatter_kernel(
     run = run_units.to(tl.int64) * UNIT
     place = tl.load(place_ptr + row, mask=row < num_maps, other=-1)
     inside = (row < num_maps)[:, None] & (column < run)[None, :]
-    is_new = (place >= 0)[:, None]
-    here = ((outer * num_maps + row) * run)[:, None] + column[None, :]
-    new = tl.load(part_ptr + ((outer * num_chosen + place) * run)[:, None] + column[None, :], mask=inside & is_new, other=0)
-    old = tl.load(base_ptr + here, mask=inside & (place < 0)[:, None], other=0)
-    tl.store(target_ptr + here, tl.where(is_new, new, old), mask=inside)
+    here = (outer * num_maps + row) * run
+    source = tl.where(place >= 0, part_ptr + (outer * num_chosen + place) * run, base_ptr + here)
+    source = tl.multiple_of(source, UNIT * (base_ptr.dtype.element_ty.primitive_bitwidth // 8))  # which Triton forgets at the choice
+    words = tl.load(source[:, None] + column[None, :], mask=inside, other=0)
+    tl.store(target_ptr + here[:, None] + column[None, :], words, mask=inside)
 
 
 def launch_slice(x: Tensor, dim: int, start: int, result: Tensor) -> None:
@@ -216,7 +222,7 @@ def launch_slice(x: Tensor, dim: int, start: int, result: Tensor) -> None:
         distances_bytes = [length * runs.inner_bytes for length in (result.shape[dim], runs.length, start)]
         words = Words.of(distances_bytes, (x, result))
         run, stride, begin = (words.units(distance) for distance in distances_bytes)
-        tile = Tile.of(f"slice:{words.word_bytes}", x.device, run * words.unit, runs.outer)
+        tile = Tile.of("slice", x.device, words, run * words.unit, runs.outer)
         arguments = (words.view(x), words.view(result), runs.outer, run, stride, begin, tile.num_column_blocks)
         _launch_tiles(slice_kernel, tile, 1, arguments, words)
 
@@ -228,7 +234,7 @@ def launch_gather(x: Tensor, index: Tensor, dim: int, result: Tensor) -> None:
         runs = Runs.of(x, dim)
         words = Words.of((runs.inner_bytes,), (x, result))
         run = words.units(runs.inner_bytes)
-        tile = Tile.of(f"gather:{words.word_bytes}", x.device, run * words.unit, len(index))
+        tile = Tile.of("gather", x.device, words, run * words.unit, len(index))
         sizes = (runs.length, len(index), run, tile.num_column_blocks, tile.num_row_blocks)
         _launch_tiles(gather_kernel, tile, runs.outer, (words.view(x), words.view(result), index.contiguous(), *sizes), words)
 
@@ -244,7 +250,7 @@ def launch_scatter(base: Tensor, part: Tensor, index: Tensor, dim: int, result: 
         place.scatter_(0, index, torch.arange(len(index), device=index.device))
         words = Words.of((runs.inner_bytes,), (base, part, result))
         run = words.units(runs.inner_bytes)
-        tile = Tile.of(f"scatter:{words.word_bytes}", base.device, run * words.unit, runs.length)
+        tile = Tile.of("scatter", base.device, words, run * words.unit, runs.length)
         sizes = (runs.length, len(index), run, tile.num_column_blocks, tile.num_row_blocks)
         arguments = (words.view(base), words.view(part), place, words.view(result), *sizes)
         _launch_tiles(scatter_kernel, tile, runs.outer, arguments, words)
@@ -292,11 +298,12 @@ class Tile:
     num_warps: int
 
     @classmethod
-    def of(cls, key: str, device: torch.device, run: int, num_rows: int) -> Tile:
-        """As wide as a run, rounded up to a power of two, and as high as the configured ``block`` of words allows and there are rows."""
-        chosen = configuration(key, device)
-        columns = min(_power_of_two(run), chosen.block)
-        rows = min(_power_of_two(num_rows), chosen.block // columns)
+    def of(cls, family: str, device: torch.device, words: Words, run: int, num_rows: int) -> Tile:
+        """As wide as a run, rounded up to a power of two, and as high as the configured ``block`` of bytes allows and there are rows."""
+        chosen = configuration(f"{family}:{words.word_bytes}", device)
+        num_words = max(1, chosen.block // words.word_bytes)
+        columns = min(_power_of_two(run), num_words)
+        rows = min(_power_of_two(num_rows), num_words // columns)
         return cls(rows, columns, -(-num_rows // rows), -(-run // columns), chosen.num_warps)
 
 

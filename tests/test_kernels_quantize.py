@@ -23,7 +23,8 @@ INTEGERS = ("int8", "int4")
 GROUPS = st.sampled_from((16, 64, 128, 1024))
 on_devices = pytest.mark.parametrize("device", DEVICES)
 NEAREST = 2.0**-16  # of a scale: two roundings of x * (1 / scale), which is at most 127
-Rounding = Callable[[Tensor, int], Tensor]  # what comes back for a value, in a step
+VALUE_IDS = (7, 8, 9)
+Rounding = Callable[[Tensor, int, int], Tensor]  # what comes back for a value with an identity, in a step
 
 
 def scales_of(stored: Tensor, format: str, num: int, group: int) -> Tensor:
@@ -125,9 +126,9 @@ def test_a_double_beyond_float32_becomes_its_largest() -> None:
 
 
 def rounding(format: str, device: str) -> Rounding:
-    def run(x: Tensor, step: int) -> Tensor:
+    def run(x: Tensor, value_id: int, step: int) -> Tensor:
         step_tensor(torch.device(device)).fill_(step)
-        return dequantize(quantize(x, (1,), format, 64, True, 7), x.shape, (1,), torch.float32, format, 64)
+        return dequantize(quantize(x, (1,), format, 64, True, value_id), x.shape, (1,), torch.float32, format, 64)
 
     return run
 
@@ -135,14 +136,20 @@ def rounding(format: str, device: str) -> Rounding:
 def always_down(format: str) -> Rounding:
     """The fault that the check is to find: no randomness is added before the floor."""
 
-    def run(x: Tensor, step: int) -> Tensor:
+    def run(x: Tensor, value_id: int, step: int) -> Tensor:
         scale = scales_of(quantize(x, (1,), format, 64, False, 0), format, len(x), 64)
         return ((x.double() / scale).floor() * scale).float()
 
     return run
 
 
-def is_unbiased(run: Rounding, format: str, device: str, *, num_repeats: int = 256) -> bool:
+def num_unbiased(run: Rounding, format: str, device: str) -> int:
+    """How many of three values are rounded without bias. Draws are deterministic, and one of 100 unbiased ones is outside of its band; two
+    of three are in less than one of 1000."""
+    return sum(is_unbiased(run, format, device, value_id) for value_id in VALUE_IDS)
+
+
+def is_unbiased(run: Rounding, format: str, device: str, value_id: int, *, num_repeats: int = 256) -> bool:
     """Whether means over repeats are where unbiased ones are in 99 of 100 trials: all elements together, and as a share of single ones.
 
     The variance of rounding ``y`` is ``f (1 - f)`` with ``f`` its distance from the integer below (in scales); ``f`` is the element's
@@ -150,7 +157,7 @@ def is_unbiased(run: Rounding, format: str, device: str, *, num_repeats: int = 2
     """
     x = values(4096, torch.float32, "normal", 3, device)
     scale = scales_of(quantize(x, (1,), format, 64, False, 0), format, len(x), 64)
-    mean = sum(run(x, step).double() for step in range(num_repeats)) / num_repeats
+    mean = sum(run(x, value_id, step).double() for step in range(num_repeats)) / num_repeats
     fraction = (x.double() / scale) % 1
     error = (mean - x.double()) / scale
     deviation = (fraction * (1 - fraction) / num_repeats).sqrt()
@@ -162,12 +169,12 @@ def is_unbiased(run: Rounding, format: str, device: str, *, num_repeats: int = 2
 @on_devices
 @pytest.mark.parametrize("format", INTEGERS)
 def test_stochastic_rounding_is_unbiased(device: str, format: str) -> None:
-    assert is_unbiased(rounding(format, device), format, device)
+    assert num_unbiased(rounding(format, device), format, device) >= 2
 
 
 @pytest.mark.parametrize("format", INTEGERS)
 def test_the_check_finds_a_rounding_that_is_biased(format: str) -> None:
-    assert not is_unbiased(always_down(format), format, "cpu")
+    assert num_unbiased(always_down(format), format, "cpu") == 0
 
 
 @on_devices

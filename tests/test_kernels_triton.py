@@ -16,8 +16,9 @@ import torch
 from kernel_cases import DEVICES, FLOATS, KINDS, SIZES, same, values
 from torch import Tensor
 
-from dyngran.kernels import bits, casts, launch, quantize, signs, slices
+from dyngran.kernels import bits, casts, float8, launch, quantize, quantize_kernel, signs, slices
 from dyngran.kernels.groups import FORMATS, find_format, stored_bytes
+from dyngran.kernels.launch import tl
 from dyngran.kernels.layouts import dense_stride
 
 pytest.importorskip("triton")
@@ -36,7 +37,6 @@ def _hardware_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     if not IS_INTERPRETED:
         return
     import numpy as np
-    import triton.language as tl
     from triton.runtime import interpreter
 
     torch_dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
@@ -143,7 +143,7 @@ def test_integer_casts(device: str, source: torch.dtype, target: torch.dtype) ->
 @pytest.mark.parametrize("format", tuple(FORMATS))
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_quantize(device: str, dtype: torch.dtype, format: str, kind: str, has_float8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if has_float8 and device == "cuda" and not quantize.has_float8(torch.device("cuda", 0)):
+    if has_float8 and device == "cuda" and not float8.has_float8(torch.device("cuda", 0)):
         pytest.skip("this card has no float8 instructions")
     if has_float8 and not format.startswith("fp8"):
         pytest.skip("the same kernel as without")
@@ -182,7 +182,7 @@ def test_every_code_means_what_the_reference_says(device: str, format: str, monk
     codes = torch.arange(256, dtype=torch.uint8).repeat(2)
     is_special = torch.zeros(256, dtype=torch.bool)
     if not chosen.is_integer:
-        is_special = ~torch.arange(256, dtype=torch.uint8).view(quantize.FLOAT8[format]).float().isfinite()
+        is_special = ~torch.arange(256, dtype=torch.uint8).view(float8.FLOAT8[format]).float().isfinite()
     codes[:256][is_special] = 0
     for code in set(is_special.nonzero().flatten().tolist()) - {chosen.infinity, chosen.negative_infinity, chosen.nan}:
         codes[256 + code] = 0
@@ -192,6 +192,39 @@ def test_every_code_means_what_the_reference_says(device: str, format: str, monk
     quantize.dequantize_reference(stored, expected, chosen, group)
     quantize.launch_dequantize(stored, result, chosen, group)
     assert same(result, expected)
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("format", tuple(FORMATS))
+def test_values_that_do_not_begin_at_a_pair(device: str, dtype: torch.dtype, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two 4-bit codes are made of one load of two elements, if these lie at a multiple of their size."""
+    monkeypatch.setattr(launch, "DEFAULTS", everywhere(512))
+    monkeypatch.setattr(quantize, "has_float8", lambda _: False)
+    chosen = find_format(format, 64)
+    x = values(2065, dtype, "normal", 3, device)[1:]
+    check(
+        functools.partial(quantize.launch_quantize, x, format=chosen, group=64, step=None, value_id=0),
+        functools.partial(quantize.quantize_reference, x, format=chosen, group=64, seed=None),
+        stored_bytes(format, len(x), 64),
+        torch.uint8,
+        device,
+    )
+
+
+@launch.kernel
+def reciprocal_kernel(scales_ptr: tl.tensor, result_ptr: tl.tensor, BLOCK: tl.constexpr) -> None:
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(result_ptr + place, quantize_kernel.reciprocal_of(tl.load(scales_ptr + place)))
+
+
+@on_devices
+def test_reciprocals_of_all_scales_are_rounded_to_nearest(device: str) -> None:
+    """From 2^-126 to 2^126, in which is the largest scale: the largest float32 by 6."""
+    scales = (torch.arange(1 << 7, (127 + 126) << 7, dtype=torch.int32, device=device) << 16).view(torch.float32)
+    result = torch.empty_like(scales)
+    reciprocal_kernel[(len(scales) // 128,)](scales, result, BLOCK=128, num_warps=1)
+    assert torch.equal(result, scales.double().reciprocal().float())
 
 
 def philox_bytes(num: int, step: int, value_id: int) -> Tensor:
@@ -205,7 +238,7 @@ def philox_bytes(num: int, step: int, value_id: int) -> Tensor:
             left, right = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
             counter = [(right >> 32) ^ counter[1] ^ key[0], right & mask, (left >> 32) ^ counter[3] ^ key[1], left & mask]
             key = [(key[0] + 0x9E3779B9) & mask, (key[1] + 0xBB67AE85) & mask]
-        for word in (counter[0], counter[2], counter[1], counter[3]):  # the order in which joining them twice leaves them
+        for word in counter:
             drawn += [(word >> shift) & 255 for shift in (0, 8, 16, 24)]
     return torch.tensor(drawn[:num], dtype=torch.int32)
 
@@ -224,7 +257,7 @@ def test_stochastic_codes_are_those_of_philox(device: str, step: int, value_id: 
     codes, scales = quantize.split_stored(stored, chosen, group, num)
     assert torch.equal(scales, quantize.split_stored(nearest, chosen, group, num)[1])
     scale = (scales.int() << 16).view(torch.float32).repeat_interleave(group)[:num]
-    fixed = (x * scale.reciprocal() * 256).round().int().cpu()
+    fixed = (x.double() * scale.reciprocal().double() * 256).round().int().cpu()  # a double holds the product
     expected = (fixed + philox_bytes(num, step, value_id)) >> 8
     if chosen.bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), dim=2)

@@ -123,7 +123,7 @@ def test_below_every_saved_set_a_schedule_trains(name: str) -> None:
     plan = report.plan
     assert plan.schedule is not None and measured <= plan.peak_bytes <= least_bytes - 1 - LOSS_BYTES
     assert "the order of ops is prescribed" in str(report)
-    problem = strategy_of(step).problem
+    problem = strategy_of(step).captured.problem
     assert sum(size for _, size in report.at_peak.by_kind) == plan.peak_bytes
     assert report.at_peak.op in {problem.ops[op].name for op in plan.schedule.forward + plan.schedule.backward}
     assert_decided(plan, strategy_of(step))
@@ -135,9 +135,9 @@ def assert_decided(plan: Plan, strategy: Strategy) -> None:
     assert plan.schedule is not None
     runs = Counter((*plan.schedule.forward, *plan.schedule.backward))
     assert {one.value for one in plan.decisions if one.action is Action.KEEP} == plan.saved
-    made = makings(strategy.problem, plan.schedule)
+    made = makings(strategy.captured.problem, plan.schedule)
     for one in plan.decisions:
-        producer = strategy.problem.values[one.value].producer
+        producer = strategy.captured.problem.values[one.value].producer
         num_again = made[one.value].num_again
         assert producer is not None and num_again < runs[producer]
         if num_again > 1:

@@ -69,7 +69,8 @@ class GraphPlan:
     """The plan of one graph, with the problem that it answers.
 
     Attributes:
-        problem: of the graph alone (nothing carried from a step before); plan: its schedule numbers the ops of that problem.
+        problem: of the graph alone (nothing carried from a step before), and without forms if the plan has a schedule, which numbers the
+            ops of that problem.
         fingerprint: of the problem (`passes.fingerprint`).
         frontier: (peak_bytes, time_us) of the plans that were found for it, least peak first; peaks as ``plan.peak_bytes``.
         runs: how often the graph runs in a step (a graph break in a loop); the plan and its prediction are of one run.
@@ -330,6 +331,8 @@ def _text(node: Mapping[str, Any], depth: int) -> str:
     lines = []
     for name in sorted(node):
         value = node[name]
+        if name == "forms" and not value:
+            continue
         if name == "graphs":
             shown = _lines([_text(graph, depth + 2) for graph in value], depth)
         elif name in ("plan", "problem", "schedule") and value is not None:

@@ -8,6 +8,7 @@ import torch
 
 from dyngran.compiler.planned_graph import PlannedGraph
 from dyngran.compiler.plans.planfile import GraphBreak, GraphPlan, Origin, PlanDocument, Settings, for_file
+from dyngran.passes.forms import without_forms
 
 MAX_POINTS = 64  # of a frontier
 
@@ -50,7 +51,7 @@ def _graph_plan(graph: PlannedGraph) -> GraphPlan:
     strategy, plan = graph.strategy, graph.plan
     assert strategy is not None and plan is not None
     return GraphPlan(
-        problem=strategy.graph_problem,
+        problem=strategy.graph_problem if plan.schedule is None else without_forms(strategy.graph_problem),
         plan=for_file(plan, strategy.problem),
         fingerprint=strategy.fingerprint,
         frontier=_thinned(strategy.frontier(plan)),
