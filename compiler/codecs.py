@@ -7,7 +7,7 @@ reads it; where every node is a kernel, one operator of `dyngran.kernels` does a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from dyngran.compiler import torch_private
 from dyngran.kernels.formulas import decode, encode
 from dyngran.kernels.operators import register
 from dyngran.passes.plan import Action
-from dyngran.passes.signature import dense_stride
+from dyngran.passes.signature import TensorSpec, dense_stride
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -35,6 +35,9 @@ _ROUNDINGS = {
     "int8": "up to 0.4 % of the largest of 128",
     "int4": "up to 15 % of the largest of 64, right on average",
 }
+
+
+_traced: dict[tuple[Any, ...], fx.GraphModule] = {}  # formulas, by what they are of: a few for each model
 
 
 class Codec(Protocol):
@@ -78,9 +81,14 @@ class Writer:
         self.nodes.append(node)
         return node
 
-    def inline(self, formula: Callable[..., Any], *operands: fx.Node) -> tuple[fx.Node, ...]:
-        """The nodes of a function of tensors, traced; those of its results."""
-        traced = torch_private.traced_formula(formula, [node.meta["val"] for node in operands])
+    def inline(self, formula: partial[Any], *operands: fx.Node) -> tuple[fx.Node, ...]:
+        """The nodes of a function of tensors, traced; those of its results. Of one function with its keywords, and operands of one kind,
+        there is one trace."""
+        fakes = [node.meta["val"] for node in operands]
+        key = (formula.func, *sorted(formula.keywords.items()), *map(TensorSpec.of, fakes))
+        if key not in _traced:
+            _traced[key] = torch_private.traced_formula(formula, fakes)
+        traced = _traced[key]
         inside = dict(zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True))
         for node in traced.graph.nodes:
             if node.op == "call_function":

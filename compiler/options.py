@@ -46,7 +46,7 @@ OPTION_NAMES = (
     "storage",
 )
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch.compile's
-LOSSY = ("bf16", "fp16", "fp8", "fp8_e5m2", "int8", "int4")  # formats that round; `compiler.codecs` carries them out
+LOSSY = ("bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")  # formats that round, the more exact first; `compiler.codecs` does it
 OURS_IN_INDUCTOR = "custom_partitioner_fn"  # the door through which dyngran's own plan enters
 
 

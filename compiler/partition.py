@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,46 +47,62 @@ def partition(
         backward, is_root=lambda node: torch_private.is_tangent(node) or torch_private.must_be_in_backward(node) or _is_mutation(node)
     )
     _check_no_pinned_twice(captured, forward, backward)
-    for value, codec in sorted(stored.items()):
-        _store(captured, value, codec, forward, backward)
+    if stored:
+        _store(captured, stored, forward, backward)
     return _raised(forward), _raised(backward)
 
 
-def _store(captured: Captured, value: int, codec: Codec, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-    """Let a form of a saved value cross instead: stored as soon as it is made, loaded just before it is read.
+def _store(captured: Captured, stored: Mapping[int, Codec], forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    """Let forms of saved values cross instead: stored as soon as they are made, loaded just before they are read.
 
-    Raises GraphBroken if the value does not cross as it is, or is what the caller gets.
+    Raises GraphBroken if a value does not cross as it is, or is what the caller gets.
     """
-    original = captured.nodes[value]
-    assert original is not None
-    made, read = (next((node for node in module.graph.nodes if node.name == original.name), None) for module in (forward, backward))
+    made = {node.name: node for node in forward.graph.nodes}
+    given = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
     output = forward.graph.output_node()
     results: list[Any] = [*output.args[0]]  # type: ignore[misc]  # it returns a tuple
-    places = [place for place, result in enumerate(results) if result is made]
-    if made is None or read is None or read.op != "placeholder" or len(places) != 1 or places[0] < captured.joint.num_fwd_outputs:
-        raise GraphBroken(f"pass partition cannot store {original.name} as {codec.format}: it does not cross to backward by itself")
-    like, meta = made.meta["val"], {name: made.meta[name] for name in ("nn_module_stack", "stack_trace", "seq_nr") if name in made.meta}
-    fused = captured.problem.fused
-    with forward.graph.inserting_before(made.next):
-        stored = codec.store(Writer(forward.graph, like, fused=fused, meta=meta), made)
-    for place, part in enumerate(stored):
-        part.name = stored_name(original.name, codec.format) + (f"_{place}" if place else "")
-    results[places[0] : places[0] + 1] = stored
+    for value, codec in sorted(stored.items()):
+        original = captured.nodes[value]
+        assert original is not None
+        name = original.name
+        places = [place for place, result in enumerate(results) if result is made.get(name)]
+        if name not in made or name not in given or len(places) != 1 or places[0] < captured.joint.num_fwd_outputs:
+            raise GraphBroken(f"pass partition cannot store {name} as {codec.format}: it does not cross to backward by itself")
+        parts = _stored_parts(codec, made[name], fused=captured.problem.fused)
+        results[places[0] : places[0] + 1] = parts
+        _load(codec, given[name], parts, fused=captured.problem.fused)
     output.args = (tuple(results),)
-    users = list(read.users)
-    placeholders = []
-    with backward.graph.inserting_before(read):
-        for part in stored:
-            placeholders.append(backward.graph.placeholder(part.name))
-            placeholders[-1].meta = {**read.meta, **part.meta}
-    if users:
-        with backward.graph.inserting_before(min(users)):
-            loaded = codec.load(Writer(backward.graph, like, fused=fused, meta=meta), placeholders, like)
-        loaded.name = loaded_name(original.name, codec.format)
-        read.replace_all_uses_with(loaded)
-    backward.graph.erase_node(read)
     for module in (forward, backward):
         module.recompile()
+
+
+def _stored_parts(codec: Codec, value: fx.Node, *, fused: bool) -> tuple[fx.Node, ...]:
+    with value.graph.inserting_before(value.next):
+        parts = codec.store(Writer(value.graph, value.meta["val"], fused=fused, meta=_origin(value)), value)
+    for place, part in enumerate(parts):
+        part.name = stored_name(value.name, codec.format) + (f"_{place}" if place else "")
+    return parts
+
+
+def _load(codec: Codec, read: fx.Node, parts: Sequence[fx.Node], *, fused: bool) -> None:
+    """Put what is stored in the place of an input of backward."""
+    graph, placeholders = read.graph, []
+    with graph.inserting_before(read):
+        for part in parts:
+            placeholders.append(graph.placeholder(part.name))
+            placeholders[-1].meta = {**read.meta, **part.meta}
+    if read.users:
+        like = read.meta["val"]
+        with graph.inserting_before(min(read.users)):
+            loaded = codec.load(Writer(graph, like, fused=fused, meta=_origin(read)), placeholders, like)
+        loaded.name = loaded_name(read.name, codec.format)
+        read.replace_all_uses_with(loaded)
+    graph.erase_node(read)
+
+
+def _origin(node: fx.Node) -> dict[str, Any]:
+    """Where a node is from, for people and profilers."""
+    return {name: node.meta[name] for name in ("nn_module_stack", "stack_trace", "seq_nr") if name in node.meta}
 
 
 def check_runnable(captured: Captured, schedule: Schedule) -> None:

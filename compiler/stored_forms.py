@@ -23,10 +23,12 @@ from dyngran.compiler.value_ranges import value_range
 from dyngran.passes.forms import Offer, Transfer
 from dyngran.passes.problem import Op, Side
 from dyngran.passes.profile_cache import Measurement
+from dyngran.passes.signature import TensorSpec
 
 aten = torch.ops.aten
 
 MIN_SAVED_BYTES = 512  # the caching allocator's unit
+SAME_TIME = 1.05  # times that differ by less are measurements of the same
 LINEAR = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::convolution_backward"})
 # Operators that choose by comparing: what they choose from a value that differs a little may be something else altogether.
 CHOOSING = frozenset(
@@ -211,37 +213,67 @@ def _needed_in_backward(ops: Sequence[Op]) -> set[int]:
     return needed
 
 
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A codec's nodes for values of one kind, in a graph where they are priced."""
+
+    stored: tuple[fx.Node, ...]
+    storing: list[fx.Node]
+    loading: list[fx.Node]
+
+
 def _priced(captured: Captured, found: Sequence[_Found], price: Pricer) -> tuple[StoredForm, ...]:
-    """Each codec written once into a graph of its own, its nodes priced like those of the step."""
+    """Offers with what storing and loading cost: each codec is written once for values of one kind, and priced as the step's nodes are."""
     fused, graph = captured.problem.fused, fx.Graph()
-    written: list[tuple[_Found, tuple[fx.Node, ...], list[fx.Node], list[fx.Node]]] = []
-    for one in found:
-        like = one.node.meta["val"]
-        value = graph.placeholder(one.node.name)
-        value.meta["val"] = like
-        first, second = (Writer(graph, like, fused=fused) for _ in range(2))
-        stored = one.codec.store(first, value)
-        one.codec.load(second, stored, like)
-        written.append((one, stored, first.nodes, second.nodes))
-    nodes = [node for _, _, storing, loading in written for node in (*storing, *loading)]
+    written: dict[object, _Written] = {}
+    keys = [(type(one.codec), one.codec.format, TensorSpec.of(one.node.meta["val"])) for one in found]
+    for key, one in zip(keys, found, strict=True):
+        if key not in written:
+            like = one.node.meta["val"]
+            value = graph.placeholder(one.node.name)
+            value.meta["val"] = like
+            first, second = (Writer(graph, like, fused=fused) for _ in range(2))
+            stored = one.codec.store(first, value)
+            one.codec.load(second, stored, like)
+            written[key] = _Written(stored, first.nodes, second.nodes)
+    nodes = [node for each in written.values() for node in (*each.storing, *each.loading)]
     prices = dict(zip(nodes, price(nodes, captured.device), strict=True)) if nodes else {}
-    forms = []
-    for one, stored, storing, loading in written:
-        size_bytes = sum(storage_bytes(part.meta["val"], captured.device) for part in stored)
-        if captured.problem.values[one.value].size_bytes - size_bytes < MIN_SAVED_BYTES:
-            continue
-        offer = Offer(
-            value=one.value,
-            action=one.codec.action,
-            format=one.codec.format,
-            size_bytes=size_bytes,
-            store=_transfer(storing, prices, fused=fused),
-            load=_transfer(loading, prices, fused=fused),
-            error=one.codec.error,
-            barred=one.barred,
+    sizes = {key: sum(storage_bytes(part.meta["val"], captured.device) for part in each.stored) for key, each in written.items()}
+    costs = {key: [_transfer(part, prices, fused=fused) for part in (each.storing, each.loading)] for key, each in written.items()}
+    forms = [
+        StoredForm(
+            offer=Offer(
+                value=one.value,
+                action=one.codec.action,
+                format=one.codec.format,
+                size_bytes=sizes[key],
+                store=costs[key][0],
+                load=costs[key][1],
+                error=one.codec.error,
+                barred=one.barred,
+            ),
+            codec=one.codec,
         )
-        forms.append(StoredForm(offer=offer, codec=one.codec))
-    return tuple(forms)
+        for key, one in zip(keys, found, strict=True)
+        if captured.problem.values[one.value].size_bytes - sizes[key] >= MIN_SAVED_BYTES
+    ]
+    return tuple(_worth_having(forms))
+
+
+def _worth_having(forms: Sequence[StoredForm]) -> Iterator[StoredForm]:
+    """Without those that an earlier, more exact form of their value replaces: it takes no more bytes and no more time."""
+    kept: dict[int, list[Offer]] = defaultdict(list)
+    for form in forms:
+        offer = form.offer
+        if not any(_replaces(other, offer) for other in kept[offer.value]):
+            kept[offer.value].append(offer)
+            yield form
+
+
+def _replaces(one: Offer, other: Offer) -> bool:
+    is_as_free = one.barred <= other.barred and one.store.fusible >= other.store.fusible and one.load.fusible >= other.load.fusible
+    is_as_fast = one.store.fusible or one.store.cost_us + one.load.cost_us <= SAME_TIME * (other.store.cost_us + other.load.cost_us)
+    return is_as_free and is_as_fast and one.size_bytes <= other.size_bytes
 
 
 def _transfer(nodes: Sequence[fx.Node], prices: dict[fx.Node, Measurement], *, fused: bool) -> Transfer:

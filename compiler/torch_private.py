@@ -350,20 +350,26 @@ def is_plain_fake(value: object) -> TypeGuard[torch.Tensor]:
 
 
 def fake_call(like: torch.Tensor, target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator returns for fake tensors, in the mode that made ``like``."""
+    """What an operator returns for fake tensors, in the mode that made ``like`` and on its device (a card's may be seen on the CPU, where
+    there is none)."""
     mode: Any = like.fake_mode  # type: ignore[attr-defined]  # fake tensors have it
     with mode:
-        return target(*args, **kwargs)
+        made = target(*args, **kwargs)
+    if is_plain_fake(made) and made.device != like.device:
+        made.fake_device = like.device  # type: ignore[attr-defined]  # likewise
+    return made
 
 
 def traced_formula(formula: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """A function of fake tensors as a graph of the operators that Inductor has lowerings for."""
+    """A function of tensors that makes none out of nothing, as a graph of the operators that Inductor has lowerings for, whatever the
+    device: it is traced on the CPU."""
     from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    mode: Any = tensors[0].fake_mode  # type: ignore[attr-defined]  # fake tensors have it
-    with mode, torch.no_grad():
-        traced: fx.GraphModule = make_fx(formula, decomposition_table=select_decomp_table())(*tensors)
+    with plain_dispatch(), FakeTensorMode(), torch.no_grad():
+        operands = [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in tensors]
+        traced: fx.GraphModule = make_fx(formula, decomposition_table=select_decomp_table())(*operands)
     return traced
 
 
