@@ -7,19 +7,16 @@ reads it; where every node is a kernel, one operator of `dyngran.kernels` does a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 
 from dyngran.compiler import torch_private
-from dyngran.kernels.formulas import decode, encode
 from dyngran.kernels.operators import register
 from dyngran.passes.plan import Action
-from dyngran.passes.signature import TensorSpec, dense_stride
+from dyngran.passes.signature import dense_stride
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -37,9 +34,6 @@ _ROUNDINGS = {
 }
 
 
-_traced: dict[tuple[Any, ...], fx.GraphModule] = {}  # formulas, by what they are of: a few for each model
-
-
 class Codec(Protocol):
     """One format. ``error`` is for people: by how much what is loaded may differ, "" if it serves its readers bit by bit."""
 
@@ -52,10 +46,10 @@ class Codec(Protocol):
     @property
     def error(self) -> str: ...
 
-    def store(self, writer: Writer, value: fx.Node) -> tuple[fx.Node, ...]:
-        """Nodes that make what is stored of ``value``, one tensor or several: those."""
+    def store(self, writer: Writer, value: fx.Node) -> fx.Node:
+        """Nodes that make what is stored of ``value``, one tensor; the last of them."""
 
-    def load(self, writer: Writer, stored: Sequence[fx.Node], like: torch.Tensor) -> fx.Node:
+    def load(self, writer: Writer, stored: fx.Node, like: torch.Tensor) -> fx.Node:
         """Nodes that make ``value``, whose fake tensor is ``like``, of what is stored; the last of them."""
 
 
@@ -81,22 +75,6 @@ class Writer:
         self.nodes.append(node)
         return node
 
-    def inline(self, formula: partial[Any], *operands: fx.Node) -> tuple[fx.Node, ...]:
-        """The nodes of a function of tensors, traced; those of its results. Of one function with its keywords, and operands of one kind,
-        there is one trace."""
-        fakes = [node.meta["val"] for node in operands]
-        key = (formula.func, *sorted(formula.keywords.items()), *map(TensorSpec.of, fakes))
-        if key not in _traced:
-            _traced[key] = torch_private.traced_formula(formula, fakes)
-        traced = _traced[key]
-        inside = dict(zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True))
-        for node in traced.graph.nodes:
-            if node.op == "call_function":
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), inside.__getitem__)
-                inside[node] = self.call(node.target, *args, **kwargs)
-        results = traced.graph.output_node().args[0]
-        return tuple(inside[result] for result in (results if isinstance(results, (tuple, list)) else [results]))
-
     def convert(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         if self.fused:
             return self.call(prims.convert_element_type.default, node, dtype)
@@ -111,22 +89,21 @@ class Bits:
     format: str = "bits"
     error: str = ""
 
-    def store(self, writer: Writer, value: fx.Node) -> tuple[fx.Node, ...]:
+    def store(self, writer: Writer, value: fx.Node) -> fx.Node:
         like = value.meta["val"]
         if not writer.fused:
-            return (writer.call(torch.ops.dyngran.pack_bits.default, value, list(like.stride())),)
+            return writer.call(torch.ops.dyngran.pack_bits.default, value, list(like.stride()))
         flat = _flattened(writer, value)
         if like.numel() % 8:
             flat = writer.call(aten.constant_pad_nd.default, flat, [0, -like.numel() % 8])
         rows = writer.convert(writer.call(aten.reshape.default, flat, [-1, 8]), torch.uint8)
         shifted = writer.call(aten.bitwise_left_shift.Tensor, rows, self._places(writer, like))
-        return (writer.call(aten.sum.dim_IntList, shifted, [1], dtype=torch.uint8),)
+        return writer.call(aten.sum.dim_IntList, shifted, [1], dtype=torch.uint8)
 
-    def load(self, writer: Writer, stored: Sequence[fx.Node], like: torch.Tensor) -> fx.Node:
-        (packed,) = stored
+    def load(self, writer: Writer, stored: fx.Node, like: torch.Tensor) -> fx.Node:
         if not writer.fused:
-            return writer.call(torch.ops.dyngran.unpack_bits.default, packed, list(like.shape), list(like.stride()))
-        rows = writer.call(aten.unsqueeze.default, packed, 1)
+            return writer.call(torch.ops.dyngran.unpack_bits.default, stored, list(like.shape), list(like.stride()))
+        rows = writer.call(aten.unsqueeze.default, stored, 1)
         shifted = writer.call(aten.bitwise_right_shift.Tensor, rows, self._places(writer, like))
         flat = writer.call(aten.reshape.default, writer.call(aten.bitwise_and.Scalar, shifted, 1), [-1])
         if like.numel() % 8:
@@ -147,13 +124,11 @@ class Sign:
     format: str = "sign"
     error: str = ""
 
-    def store(self, writer: Writer, value: fx.Node) -> tuple[fx.Node, ...]:
-        return (writer.call(torch.ops.dyngran.pack_sign.default, value, list(value.meta["val"].stride()), self.threshold),)
+    def store(self, writer: Writer, value: fx.Node) -> fx.Node:
+        return writer.call(torch.ops.dyngran.pack_sign.default, value, list(value.meta["val"].stride()), self.threshold)
 
-    def load(self, writer: Writer, stored: Sequence[fx.Node], like: torch.Tensor) -> fx.Node:
-        return writer.call(
-            torch.ops.dyngran.unpack_sign.default, *stored, list(like.shape), list(like.stride()), self.threshold, like.dtype
-        )
+    def load(self, writer: Writer, stored: fx.Node, like: torch.Tensor) -> fx.Node:
+        return writer.call(torch.ops.dyngran.unpack_sign.default, stored, list(like.shape), list(like.stride()), self.threshold, like.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +139,11 @@ class Shape:
     format: str = "shape"
     error: str = ""
 
-    def store(self, writer: Writer, value: fx.Node) -> tuple[fx.Node, ...]:
-        return (writer.call(aten.new_empty.default, value, [0]),)
+    def store(self, writer: Writer, value: fx.Node) -> fx.Node:
+        return writer.call(aten.new_empty.default, value, [0])
 
-    def load(self, writer: Writer, stored: Sequence[fx.Node], like: torch.Tensor) -> fx.Node:
-        return writer.call(aten.new_empty_strided.default, *stored, list(like.shape), list(like.stride()))
+    def load(self, writer: Writer, stored: fx.Node, like: torch.Tensor) -> fx.Node:
+        return writer.call(aten.new_empty_strided.default, stored, list(like.shape), list(like.stride()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,25 +155,28 @@ class Cast:
     format: str
     error: str = ""
 
-    def store(self, writer: Writer, value: fx.Node) -> tuple[fx.Node, ...]:
+    def store(self, writer: Writer, value: fx.Node) -> fx.Node:
         like = value.meta["val"]
         if self.dtype is not torch.float16:
-            return (writer.convert(value, self.dtype),)
+            return writer.convert(value, self.dtype)
         if not writer.fused:
-            return (writer.call(torch.ops.dyngran.cast.default, value, list(like.stride()), self.dtype),)
+            return writer.call(torch.ops.dyngran.cast.default, value, list(like.stride()), self.dtype)
         largest = torch.finfo(torch.float16).max
         clamped = writer.call(aten.clamp.default, value, -largest, largest)
         is_infinite = writer.call(aten.isinf.default, value)
-        return (writer.convert(writer.call(aten.where.self, is_infinite, value, clamped), self.dtype),)
+        return writer.convert(writer.call(aten.where.self, is_infinite, value, clamped), self.dtype)
 
-    def load(self, writer: Writer, stored: Sequence[fx.Node], like: torch.Tensor) -> fx.Node:
-        return writer.convert(stored[0], like.dtype)
+    def load(self, writer: Writer, stored: fx.Node, like: torch.Tensor) -> fx.Node:
+        return writer.convert(stored, like.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Values in 8 or 4 bits with a scale for each group of neighbours in memory: `dyngran.kernels.quantize`, or where the code generator
-    fuses, 8 bits and whole groups, `dyngran.kernels.formulas`."""
+    """Values in 8 or 4 bits with a scale for each group of neighbours in memory: `dyngran.kernels.quantize`, whatever generates code.
+
+    Inductor's own code for the formula is as fast by itself, but it does not become a part of the loops around it (the groups are other
+    rows than those of a norm), and two tensors cross instead of one: a Llama that stored 140 values so was slower than with the kernels.
+    """
 
     format: str
     value_id: int
@@ -208,27 +186,14 @@ class Groups:
     def error(self) -> str:
         return _ROUNDINGS[self.format]
 
-    def store(self, writer: Writer, value: fx.Node) -> tuple[fx.Node, ...]:
-        like = value.meta["val"]
-        if self._is_formula(writer, like):
-            rows = writer.call(aten.reshape.default, _flattened(writer, value), [-1, GROUP[self.format]])
-            return writer.inline(partial(encode, format=self._kernel_format), rows)
-        how = (self._kernel_format, GROUP[self.format], self.format in STOCHASTIC, self.value_id)
-        return (writer.call(torch.ops.dyngran.quantize.default, value, list(like.stride()), *how),)
+    def store(self, writer: Writer, value: fx.Node) -> fx.Node:
+        stride = list(value.meta["val"].stride())
+        how = (_KERNEL_FORMAT.get(self.format, self.format), GROUP[self.format], self.format in STOCHASTIC, self.value_id)
+        return writer.call(torch.ops.dyngran.quantize.default, value, stride, *how)
 
-    def load(self, writer: Writer, stored: Sequence[fx.Node], like: torch.Tensor) -> fx.Node:
-        if self._is_formula(writer, like):
-            (rows,) = writer.inline(partial(decode, format=self._kernel_format, dtype=like.dtype), *stored)
-            return _unflattened(writer, writer.call(aten.reshape.default, rows, [-1]), like)
-        how = (like.dtype, self._kernel_format, GROUP[self.format])
-        return writer.call(torch.ops.dyngran.dequantize.default, *stored, list(like.shape), list(like.stride()), *how)
-
-    @property
-    def _kernel_format(self) -> str:
-        return _KERNEL_FORMAT.get(self.format, self.format)
-
-    def _is_formula(self, writer: Writer, like: torch.Tensor) -> bool:
-        return writer.fused and self.format not in STOCHASTIC and like.numel() % GROUP[self.format] == 0
+    def load(self, writer: Writer, stored: fx.Node, like: torch.Tensor) -> fx.Node:
+        how = (like.dtype, _KERNEL_FORMAT.get(self.format, self.format), GROUP[self.format])
+        return writer.call(torch.ops.dyngran.dequantize.default, stored, list(like.shape), list(like.stride()), *how)
 
 
 def lossy_codec(name: str, dtype: torch.dtype, value_id: int) -> Codec | None:

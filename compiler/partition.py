@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -68,36 +68,32 @@ def _store(captured: Captured, stored: Mapping[int, Codec], forward: fx.GraphMod
         places = [place for place, result in enumerate(results) if result is made.get(name)]
         if name not in made or name not in given or len(places) != 1 or places[0] < captured.joint.num_fwd_outputs:
             raise GraphBroken(f"pass partition cannot store {name} as {codec.format}: it does not cross to backward by itself")
-        parts = _stored_parts(codec, made[name], fused=captured.problem.fused)
-        results[places[0] : places[0] + 1] = parts
-        _load(codec, given[name], parts, fused=captured.problem.fused)
+        results[places[0]] = _stored(codec, made[name], fused=captured.problem.fused)
+        _load(codec, given[name], results[places[0]], fused=captured.problem.fused)
     output.args = (tuple(results),)
     for module in (forward, backward):
         module.recompile()
 
 
-def _stored_parts(codec: Codec, value: fx.Node, *, fused: bool) -> tuple[fx.Node, ...]:
+def _stored(codec: Codec, value: fx.Node, *, fused: bool) -> fx.Node:
     with value.graph.inserting_before(value.next):
-        parts = codec.store(Writer(value.graph, value.meta["val"], fused=fused, meta=_origin(value)), value)
-    for place, part in enumerate(parts):
-        part.name = stored_name(value.name, codec.format) + (f"_{place}" if place else "")
-    return parts
+        stored = codec.store(Writer(value.graph, value.meta["val"], fused=fused, meta=_origin(value)), value)
+    stored.name = stored_name(value.name, codec.format)
+    return stored
 
 
-def _load(codec: Codec, read: fx.Node, parts: Sequence[fx.Node], *, fused: bool) -> None:
+def _load(codec: Codec, read: fx.Node, stored: fx.Node, *, fused: bool) -> None:
     """Put what is stored in the place of an input of backward."""
-    graph, placeholders = read.graph, []
-    with graph.inserting_before(read):
-        for part in parts:
-            placeholders.append(graph.placeholder(part.name))
-            placeholders[-1].meta = {**read.meta, **part.meta}
+    with read.graph.inserting_before(read):
+        placeholder = read.graph.placeholder(stored.name)
+    placeholder.meta = {**read.meta, **stored.meta}
     if read.users:
         like = read.meta["val"]
-        with graph.inserting_before(min(read.users)):
-            loaded = codec.load(Writer(graph, like, fused=fused, meta=_origin(read)), placeholders, like)
+        with read.graph.inserting_before(min(read.users)):
+            loaded = codec.load(Writer(read.graph, like, fused=fused, meta=_origin(read)), placeholder, like)
         loaded.name = loaded_name(read.name, codec.format)
         read.replace_all_uses_with(loaded)
-    graph.erase_node(read)
+    read.graph.erase_node(read)
 
 
 def _origin(node: fx.Node) -> dict[str, Any]:

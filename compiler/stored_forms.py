@@ -225,7 +225,7 @@ def _needed_in_backward(ops: Sequence[Op]) -> set[int]:
 class _Written:
     """A codec's nodes for values of one kind, in a graph where they are priced."""
 
-    stored: tuple[fx.Node, ...]
+    stored: fx.Node
     storing: list[fx.Node]
     loading: list[fx.Node]
 
@@ -246,7 +246,7 @@ def _priced(captured: Captured, found: Sequence[_Found], price: Pricer) -> tuple
             written[key] = _Written(stored, first.nodes, second.nodes)
     nodes = [node for each in written.values() for node in (*each.storing, *each.loading)]
     prices = dict(zip(nodes, price(nodes, captured.device), strict=True)) if nodes else {}
-    sizes = {key: sum(storage_bytes(part.meta["val"], captured.device) for part in each.stored) for key, each in written.items()}
+    sizes = {key: storage_bytes(each.stored.meta["val"], captured.device) for key, each in written.items()}
     costs = {key: [_transfer(part, prices, fused=fused) for part in (each.storing, each.loading)] for key, each in written.items()}
     forms = [
         StoredForm(

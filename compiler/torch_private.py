@@ -360,19 +360,6 @@ def fake_call(like: torch.Tensor, target: torch._ops.OpOverload, args: Sequence[
     return made
 
 
-def traced_formula(formula: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """A function of tensors that makes none out of nothing, as a graph of the operators that Inductor has lowerings for, whatever the
-    device: it is traced on the CPU."""
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    with plain_dispatch(), FakeTensorMode(), torch.no_grad():
-        operands = [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in tensors]
-        traced: fx.GraphModule = make_fx(formula, decomposition_table=select_decomp_table())(*operands)
-    return traced
-
-
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """The graph as a function of one list that it empties, so that inputs die as they are consumed."""
     from torch.fx.graph import _BoxedCodeGen

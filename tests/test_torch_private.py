@@ -865,13 +865,9 @@ def test_hooks_on_what_is_saved_are_seen() -> None:
     assert not torch_private.are_saved_tensors_hooked()
 
 
-def test_operators_and_formulas_run_on_fake_tensors_and_are_written_down() -> None:
+def test_operators_run_on_fake_tensors() -> None:
     with torch_private.fake_tensor_mode():
         x = torch.randn(4, 8)
     assert torch_private.is_plain_fake(x) and not torch_private.is_plain_fake(torch.ones(2)) and not torch_private.is_plain_fake(3)
     made = torch_private.fake_call(x, torch.ops.aten.sum.dim_IntList, (x, [1]), {"dtype": torch.float64})
     assert torch_private.is_plain_fake(made) and made.shape == (4,) and made.dtype is torch.float64
-    traced = torch_private.traced_formula(lambda one: (one.abs().amax(1), torch.nn.functional.silu(one)), [x])
-    targets = [node.target for node in traced.graph.find_nodes(op="call_function", target=torch.ops.aten.amax.default)]
-    assert targets and not traced.graph.find_nodes(op="call_function", target=torch.ops.aten.silu.default)  # Inductor decomposes it
-    assert len(traced.graph.output_node().args[0]) == 2  # type: ignore[arg-type]
