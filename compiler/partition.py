@@ -66,7 +66,9 @@ def _store(captured: Captured, stored: Mapping[int, Codec], forward: fx.GraphMod
         assert original is not None
         name = original.name
         places = [place for place, result in enumerate(results) if result is made.get(name)]
-        if name not in made or name not in given or len(places) != 1 or places[0] < captured.joint.num_fwd_outputs:
+        if not places and name not in given:
+            continue  # extraction found that backward reads nothing of it
+        if name not in given or len(places) != 1 or places[0] < captured.joint.num_fwd_outputs:
             raise GraphBroken(f"pass partition cannot store {name} as {codec.format}: it does not cross to backward by itself")
         results[places[0]] = _stored(codec, made[name], fused=captured.problem.fused)
         _load(codec, given[name], results[places[0]], fused=captured.problem.fused)

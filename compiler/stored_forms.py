@@ -75,7 +75,9 @@ class _Found:
     barred: frozenset[int] = frozenset()
 
 
-def find_forms(captured: Captured, formats: Sequence[str], price: Pricer, *, pack: bool = True) -> tuple[StoredForm, ...]:
+def find_forms(
+    captured: Captured, formats: Sequence[str], price: Pricer, *, pack: bool = True, min_saved_bytes: int = MIN_SAVED_BYTES
+) -> tuple[StoredForm, ...]:
     """Every form that is worth an offer, priced; ``formats`` are the lossy ones that the user named, lossless ones come with ``pack``.
 
     The first of a value's forms is the one that a plan with several takes, so the lossless ones come first.
@@ -85,7 +87,7 @@ def find_forms(captured: Captured, formats: Sequence[str], price: Pricer, *, pac
     for value in finder.candidates():
         found += finder.lossless(value) if pack else ()
         found += finder.lossy(value, formats)
-    return _priced(captured, found, price)
+    return _priced(captured, found, price, min_saved_bytes)
 
 
 class _Finder:
@@ -230,7 +232,7 @@ class _Written:
     loading: list[fx.Node]
 
 
-def _priced(captured: Captured, found: Sequence[_Found], price: Pricer) -> tuple[StoredForm, ...]:
+def _priced(captured: Captured, found: Sequence[_Found], price: Pricer, min_saved_bytes: int) -> tuple[StoredForm, ...]:
     """Offers with what storing and loading cost: each codec is written once for values of one kind, and priced as the step's nodes are."""
     fused, graph = captured.problem.fused, fx.Graph()
     written: dict[object, _Written] = {}
@@ -263,7 +265,7 @@ def _priced(captured: Captured, found: Sequence[_Found], price: Pricer) -> tuple
             codec=one.codec,
         )
         for key, one in zip(keys, found, strict=True)
-        if captured.problem.values[one.value].size_bytes - sizes[key] >= MIN_SAVED_BYTES
+        if captured.problem.values[one.value].size_bytes - sizes[key] >= min_saved_bytes
     ]
     return tuple(_worth_having(forms))
 

@@ -199,6 +199,10 @@ def _amounts(decision: Decision) -> tuple[str, str]:
     return bytes_of(decision), format_us(decision.recompute_us)
 
 
+def _stored_bytes(decision: Decision) -> int:
+    return decision.size_bytes if decision.stored_bytes is None else decision.stored_bytes
+
+
 def bytes_of(decision: Decision) -> str:
     """The bytes of a value, and what becomes of them where it is stored otherwise: ``4 MiB to 512 KiB``."""
     size = format_bytes(decision.size_bytes)
@@ -214,6 +218,7 @@ def _totals(decisions: list[Decision]) -> Table:
     for action in Action:
         chosen = [one for one in decisions if one.action is action]
         if chosen:
-            size_bytes, recompute_us = sum(one.size_bytes for one in chosen), sum(one.recompute_us for one in chosen)
-            rows.append((action.value, str(len(chosen)), format_bytes(size_bytes), format_us(recompute_us)))
+            before, after = (sum(sizes) for sizes in zip(*((one.size_bytes, _stored_bytes(one)) for one in chosen), strict=True))
+            size = format_bytes(before) if before == after else f"{format_bytes(before)} to {format_bytes(after)}"
+            rows.append((action.value, str(len(chosen)), size, format_us(sum(one.recompute_us for one in chosen))))
     return Table(title="by action", columns=("action", "values", "bytes", "recompute"), align="lrrr", rows=tuple(rows))

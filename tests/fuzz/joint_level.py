@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,9 +30,11 @@ from dyngran.compiler import partition as partitioning
 from dyngran.compiler import prepare as preparing
 from dyngran.compiler import torch_private
 from dyngran.compiler.capture import Captured, JointGraph
+from dyngran.compiler.codecs import Codec
 from dyngran.compiler.options import parse_options
 from dyngran.compiler.pricing import device_spec, price_nodes
 from dyngran.compiler.static_memory import input_kinds
+from dyngran.compiler.stored_forms import find_forms
 from dyngran.compiler.strategy import Strategy
 from dyngran.passes import profile as profiling
 from dyngran.passes.errors import BudgetTooSmall
@@ -132,9 +134,9 @@ class Traced:
         mutated = {*map(id, torch_private.mutated_input_descriptors(descriptors))}
         self.num_outputs = num_fwd_outputs
         self.written_back = {place for place, one in enumerate(descriptors) if id(getattr(one, "mutated_input", None)) in mutated}
-        self.plans = plans_of(self.captured, random.Random(self.program.data_seed))
+        self.plans, codecs = plans_of(self.captured, random.Random(self.program.data_seed))
         self.trained = self.program.data_seed % len(self.plans)
-        self.cuts = [partitioning.partition(self.captured, plan.saved, plan.schedule) for plan in self.plans]
+        self.cuts = [partitioning.partition(self.captured, plan.saved, plan.schedule, codecs=codecs) for plan in self.plans]
         return self.cuts[self.trained]
 
     def _recorded(self, graph: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
@@ -176,12 +178,15 @@ def measured_price(nodes: Sequence[fx.Node], device: torch.device) -> list[Measu
     )
 
 
-def plans_of(captured: Captured, draw: random.Random) -> list[Chosen]:
-    """Save all, save least, a saved set that no planner would choose, and what planners answer at the middle and at the least budget.
+def plans_of(captured: Captured, draw: random.Random) -> tuple[list[Chosen], Mapping[int, tuple[int, Codec]]]:
+    """Save all, save least, all of it stored in lossless forms, a saved set that no planner would choose, and what planners answer at the
+    middle and at the least budget; and how forms are stored.
 
     Orders of ops are searched for one graph in eight only: that takes as long as all the rest.
     """
-    strategy = Strategy(captured, parse_options({"codegen": "eager", "keep_below": 0}), "fuzz", is_offline=True)
+    forms = find_forms(captured, (), unit_price, min_saved_bytes=1)
+    strategy = Strategy(captured, parse_options({"codegen": "eager", "keep_below": 0}), "fuzz", forms=forms, is_offline=True)
+    stored = {form.value: form.stored for form in reversed(strategy.problem.forms)}
     simulator = strategy.simulator
     share, has_orders = draw.random(), draw.random() < 0.125
     drawn = [value for value in simulator.candidates if draw.random() < share]
@@ -190,6 +195,7 @@ def plans_of(captured: Captured, draw: random.Random) -> list[Chosen]:
         for name, saved in (
             ("save all", simulator.default_saved),
             ("save least", simulator.normalize(())),
+            ("stored", simulator.normalize(stored.get(value, value) for value in simulator.default_saved)),
             ("drawn", simulator.normalize(drawn)),
         )
     ]
@@ -202,7 +208,7 @@ def plans_of(captured: Captured, draw: random.Random) -> list[Chosen]:
         else:
             best = min((one for one in frontier if one.peak_bytes <= budget_bytes), key=lambda one: one.time_us, default=frontier[0])
             plans.append(Chosen(name, best.saved, best.peak_bytes, best.schedule))
-    return plans
+    return plans, strategy.codecs
 
 
 def planned_within(strategy: Strategy, budget_bytes: int) -> Plan:

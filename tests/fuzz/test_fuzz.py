@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import compile_level
 import joint_level
@@ -138,8 +139,10 @@ def lost_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several gradients the last is not returned where everything is recomputed."""
     cut = partitioning.partition
 
-    def losing(captured: Captured, saved: Sequence[int], schedule: Schedule | None = None) -> tuple[fx.GraphModule, fx.GraphModule]:
-        forward, backward = cut(captured, saved, schedule)
+    def losing(
+        captured: Captured, saved: Sequence[int], schedule: Schedule | None = None, **how: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward = cut(captured, saved, schedule, **how)
         output = next(node for node in backward.graph.nodes if node.op == "output")
         gradients = list(output.args[0])
         given = [place for place, gradient in enumerate(gradients) if gradient is not None]
@@ -156,8 +159,10 @@ def saved_value_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward writes over a value that it has saved."""
     cut = partitioning.partition
 
-    def writing(captured: Captured, saved: Sequence[int], schedule: Schedule | None = None) -> tuple[fx.GraphModule, fx.GraphModule]:
-        forward, backward = cut(captured, saved, schedule)
+    def writing(
+        captured: Captured, saved: Sequence[int], schedule: Schedule | None = None, **how: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward = cut(captured, saved, schedule, **how)
         output = next(node for node in forward.graph.nodes if node.op == "output")
         num_outputs = captured.joint.num_fwd_outputs
         returned = set(output.args[0][:num_outputs])
