@@ -152,7 +152,7 @@ def bit_cases(device: str) -> Iterator[Case]:
             kernel="pack_sign",
             dtype=name(dtype),
             goal=0.85,
-            make=lambda num_bytes, dtype=dtype: (line(num_bytes, dtype, device),),  # type: ignore[misc]
+            make=lambda num_bytes, dtype=dtype: (line(num_bytes, dtype, device),),
             run=lambda x: ops.pack_sign(x, (1,), 0.0),
             aten=aten_pack_sign,
         )
@@ -160,8 +160,8 @@ def bit_cases(device: str) -> Iterator[Case]:
             kernel="unpack_sign",
             dtype=name(dtype),
             goal=0.85,
-            make=lambda num_bytes, dtype=dtype: (line(num_bytes // dtype.itemsize // 8, torch.uint8, device),),  # type: ignore[misc]
-            run=lambda stored, dtype=dtype: ops.unpack_sign(stored, (8 * len(stored),), (1,), 0.0, dtype),  # type: ignore[misc]
+            make=lambda num_bytes, dtype=dtype: (line(num_bytes // dtype.itemsize // 8, torch.uint8, device),),
+            run=lambda stored, dtype=dtype: ops.unpack_sign(stored, (8 * len(stored),), (1,), 0.0, dtype),
             aten=functools.partial(aten_unpack_sign, dtype=dtype),
         )
 
@@ -179,7 +179,7 @@ def quantize_cases(device: str) -> Iterator[Case]:
                     kernel=f"quantize {format}{' stochastic' if is_stochastic else ''}",
                     dtype=name(dtype),
                     goal=0.9 * goal if is_stochastic else goal,
-                    make=lambda num_bytes, dtype=dtype: (line(num_bytes, dtype, device),),  # type: ignore[misc]
+                    make=lambda num_bytes, dtype=dtype: (line(num_bytes, dtype, device),),
                     run=pack,
                     aten=functools.partial(aten_quantize, format=format, is_stochastic=is_stochastic),
                 )
@@ -208,8 +208,8 @@ def cast_cases(device: str) -> Iterator[Case]:
             kernel=f"cast to {name(target)}",
             dtype=name(source),
             goal=0.85,
-            make=lambda num_bytes, source=source, part=per_byte: (line(int(num_bytes * part), source, device),),  # type: ignore[misc]
-            run=lambda x, target=target: ops.cast(x, (1,), target),  # type: ignore[misc]
+            make=lambda num_bytes, source=source, part=per_byte: (line(int(num_bytes * part), source, device),),
+            run=lambda x, target=target: ops.cast(x, (1,), target),
             aten=functools.partial(aten_cast, dtype=target),
         )
 

@@ -11,8 +11,6 @@ from dyngran.compiler.storages import aliased_argument
 OWN_NAMESPACES = frozenset({"aten", "prims", "prim", "inductor", "quantized_decomposed", "torchvision", "dyngran"})
 REPEATABLE_HIGHER_ORDER = frozenset({"flex_attention", "triton_kernel_wrapper_functional"})
 NEVER_TWICE = frozenset({"inductor::seeds", "prims::inductor_seeds", "prims::inductor_seed", "aten::_local_scalar_dense"})
-
-
 CHOOSE_AMONG_EQUALS = frozenset(
     f"aten::{name}" for name in ("topk", "sort", "argsort", "kthvalue", "median", "nanmedian", "mode", "argmax", "argmin")
 )

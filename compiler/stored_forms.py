@@ -106,9 +106,9 @@ class _Finder:
     def candidates(self) -> Iterator[int]:
         """Values that backward may read, whose memory is dyngran's to say."""
         problem = self._problem
-        needed = _needed_in_backward(problem.ops)
+        needed = _needed_in_backward(problem.ops) - problem.forward_outputs - problem.gradients
         for value in problem.values:
-            if value.index not in needed or value.producer is None or value.index in problem.forward_outputs | problem.gradients:
+            if value.index not in needed or value.producer is None:
                 continue
             op, node = problem.ops[value.producer], self._captured.nodes[value.index]
             is_ours = op.side is not Side.BACKWARD and not op.never_saved and value.size_bytes > problem.keep_below_bytes
@@ -137,8 +137,9 @@ class _Finder:
         late = [reader for reader in self._readers[value] if self._op[reader.name].side is Side.BACKWARD]
         asked = {self._question(reader, value) for reader in late}
         thresholds = {one for one in asked if isinstance(one, float)}
-        if None in asked or len(thresholds) > 1 or not late:
-            return
+        dtype = node.meta["val"].dtype
+        if None in asked or len(thresholds) > 1 or not late or any(torch.tensor(one, dtype=dtype).item() != one for one in thresholds):
+            return  # a number that the type has not is rounded before it is compared, not everywhere alike
         codec = Sign(thresholds.pop()) if thresholds else Shape()
         yield _Found(value, node, codec, self._early_readers(value))
 
@@ -170,7 +171,7 @@ class _Finder:
             codec = lossy_codec(name, dtype, value)
             if codec is None:
                 continue
-            if isinstance(codec, Groups) and self._is_asked_by_a_rectifier(value):
+            if isinstance(codec, Groups) and (dtype is torch.float64 or self._is_asked_by_a_rectifier(value)):
                 continue
             if name == "int4":
                 if self._has_linear_readers_only(value):

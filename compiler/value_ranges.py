@@ -46,7 +46,7 @@ def _made(node: fx.Node, num_steps: int) -> Range | None:
         owner, member = node.args
         return _member(owner, member) if isinstance(owner, fx.Node) and isinstance(member, int) else None
     if (below := aliased_argument(node)) is not None:
-        return _made(below, num_steps + 1)
+        return _made(below, num_steps + 1) if _dtype(below) is _dtype(node) else None  # else other numbers of the same bytes
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     name = base_name(node.target)
@@ -56,7 +56,7 @@ def _made(node: fx.Node, num_steps: int) -> Range | None:
     if name in _CHOOSE_ELEMENTS and source is not None:
         return _made(source, num_steps + 1)
     if name in _CASTS and source is not None:
-        return _cast(source, num_steps)
+        return _cast(source, _dtype(node), num_steps)
     if name in ("randint", "randperm"):
         return _drawn(node)
     return None
@@ -91,13 +91,21 @@ def _positions(count: int | None) -> Range | None:
     return None if count is None else (0, max(count - 1, 0))
 
 
-def _cast(source: fx.Node, num_steps: int) -> Range | None:
-    dtype = source.meta["val"].dtype
+def _dtype(node: fx.Node) -> torch.dtype:
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype
+
+
+def _cast(source: fx.Node, target: torch.dtype, num_steps: int) -> Range | None:
+    """Numbers that the new type has not become others: then nothing is known but that type."""
+    dtype = _dtype(source)
     if dtype is torch.bool:
         return 0, 1
-    if dtype.is_floating_point or dtype.is_complex:
+    if dtype.is_floating_point or dtype.is_complex or target.is_floating_point or target.is_complex or target is torch.bool:
         return None
-    return _made(source, num_steps + 1) or (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    least, greatest = _made(source, num_steps + 1) or (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    limits = torch.iinfo(target)
+    return (least, greatest) if limits.min <= least and greatest <= limits.max else (limits.min, limits.max)
 
 
 def _drawn(node: fx.Node) -> Range | None:

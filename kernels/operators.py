@@ -113,7 +113,7 @@ def register() -> Any:
     """``torch.ops.dyngran``, with all operators defined; calling it again changes nothing."""
     with _lock:
         if not _library:
-            library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+            library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # torch gives it no types
             for operator in OPERATORS:
                 library.define(operator.schema, tags=TAGS)
                 run = torch.no_grad()(operator.run)  # else autograd would record what an implementation does inside

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
-from dyngran.passes.plan import Action, Schedule
+from dyngran.passes.plan import Action
 from dyngran.passes.problem import Form, Kind, Op, Problem, Side, Value
 
 
@@ -167,22 +167,6 @@ def base_ops(problem: Problem) -> tuple[int, ...]:
     """The ops that neither store nor load a form, in order: the number of each op of the problem without forms in this one."""
     transfers = {index for form in problem.forms for index in (form.store, form.load)}
     return tuple(op.index for op in problem.ops if op.index not in transfers)
-
-
-def schedule_with_forms(problem: Problem, schedule: Schedule) -> Schedule:
-    """A schedule of the problem without forms, in the numbers of this one."""
-    order = base_ops(problem)
-    return replace(schedule, forward=_numbered(order, schedule.forward), backward=_numbered(order, schedule.backward))
-
-
-def schedule_without_forms(problem: Problem, schedule: Schedule) -> Schedule:
-    """A schedule of this problem that neither stores nor loads a form, in the numbers of the problem without forms."""
-    order = {index: place for place, index in enumerate(base_ops(problem))}
-    return replace(schedule, forward=_numbered(order, schedule.forward), backward=_numbered(order, schedule.backward))
-
-
-def _numbered(numbers: Sequence[int] | dict[int, int], ops: Iterable[int]) -> tuple[int, ...]:
-    return tuple(numbers[op] for op in ops)
 
 
 def crossing_values(problem: Problem, saved: Iterable[int]) -> frozenset[int]:

@@ -208,6 +208,47 @@ def test_integers_are_stored_in_the_narrowest_type_of_their_range(
     assert format in {stored for stored, _, _ in decisions(step).values()}
 
 
+def test_a_cast_that_wraps_has_the_range_of_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions below 250 become -128 to 127 in int8: they do not fit into uint8, whatever made them."""
+
+    class Wraps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 250)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            return (y * y.detach().argsort(1).to(torch.int8).to(torch.int64)).square().mean()
+
+    torch.manual_seed(0)
+    module, x = Wraps(), torch.randn(64, 64)
+    want = gradients(compiled(module, pack=False), module, (x,))
+    store_everything(monkeypatch)
+    step = compiled(module)
+    assert all(map(torch.equal, gradients(step, module, (x,)), want))
+    assert "uint8" not in {stored for stored, _, _ in decisions(step).values()}
+
+
+@pytest.mark.parametrize(("threshold", "dtype"), [(0.1, torch.bfloat16), (0.1, torch.float32), (0.5, torch.bfloat16)])
+def test_a_threshold_is_asked_in_the_type_of_the_values(threshold: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module, x = nn.Linear(64, 64, dtype=dtype), torch.randn(512, 64, dtype=dtype)
+
+    def run(step: Callable[..., Any]) -> list[Tensor]:
+        return gradients(lambda batch: step(batch).float().square().mean(), module, (x,))
+
+    def model(batch: Tensor) -> Tensor:
+        return F.threshold(module(batch), threshold, 0.0).exp()
+
+    torch._dynamo.reset()
+    want = run(torch.compile(model, backend="dyngran", options={**EAGER, "pack": False}))
+    store_everything(monkeypatch)
+    torch._dynamo.reset()
+    step = torch.compile(model, backend="dyngran", options={"budget": "20GiB", **EAGER})
+    assert all(map(torch.equal, run(step), want))
+    assert ("sign" in {stored for stored, _, _ in decisions(step).values()}) == (threshold == 0.5)
+
+
 def test_a_pooling_keeps_the_shape_of_what_it_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else of it is read in backward: not a byte is stored."""
     torch.manual_seed(0)

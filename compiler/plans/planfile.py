@@ -35,6 +35,7 @@ from dyngran.compiler.version import VERSION
 from dyngran.passes.errors import PlanFileError, PlanMismatch, format_bytes
 from dyngran.passes.forms import Offer, Transfer, base_ops, offers_of, with_forms, without_forms
 from dyngran.passes.plan import Action, Decision, Plan, Schedule
+from dyngran.passes.problem import Form as StoredForm
 from dyngran.passes.problem import Kind, Op, Problem, Value
 
 MAX_FILE_BYTES = 64 * 2**20  # a graph of 10,000 ops takes 4 MB
@@ -485,9 +486,11 @@ def _offer_of(form: OfferForm, num_values: int, num_ops: int) -> Offer:
 def _check_decisions(plan: Plan, problem: Problem, where: str) -> None:
     """One decision for a value of the graph; what is kept is saved, what is recomputed is not, and nothing is saved without a decision."""
     decided: set[int] = set()
+    forms: dict[int, list[StoredForm]] = {}
+    for value in sorted(plan.saved & problem.form_of.keys()):
+        forms.setdefault(problem.form_of[value].value, []).append(problem.form_of[value])
     for decision in plan.decisions:
-        is_saved = decision.value in plan.saved
-        stored = [form for form in problem.forms if form.value == decision.value and form.stored in plan.saved]
+        is_saved, stored = decision.value in plan.saved, forms.get(decision.value, [])
         if decision.value >= len(problem.values) or problem.values[decision.value].size_bytes != decision.size_bytes:
             raise PlanFileError(f"{where}: {_named(decision)} with {decision.size_bytes} bytes is no value of the graph.")
         if decision.value in decided:
