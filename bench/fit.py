@@ -120,9 +120,10 @@ def prediction(trainer: Trainer) -> Row:
 
 
 def storage_options(formats: str) -> Row:
-    """``"none"``, ``"pack"``, ``"pack+bf16+fp8"``: lossless packing or not, and the lossy formats allowed."""
+    """``"none"``, ``"pack"``, ``"pack+offload+fp8"``: lossless packing or not, host memory or not, and the lossy formats allowed."""
     names = [] if formats == "none" else formats.split("+")
-    return {"pack": "pack" in names, "storage": [name for name in names if name != "pack"]}
+    lossy = [name for name in names if name not in ("pack", "offload")]
+    return {"pack": "pack" in names, "offload": "offload" in names, "storage": lossy}
 
 
 def memory_row(memory: Memory) -> Row:

@@ -47,6 +47,7 @@ _VIEWS = frozenset({"as_strided", "view", "reshape", "permute", "transpose", "t"
 _SCALARS = frozenset({"item", "size", "stride", "tolist", "numel"})
 _REDUCTIONS = frozenset({"sum", "prod", "amax", "amin"})
 _LIBRARY = ("extern_kernels.", "torch.ops.", "aten.")
+_TO_HOST = "torch.ops.dyngran.offload.default"  # whose result is no memory of the device, or is counted by nobody
 _CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
 _BUFFER = re.compile(r"(buf|workspace_?)\d|$")  # Inductor's names for memory; a result that is returned as it is has none
 
@@ -357,7 +358,7 @@ class _Replay:
             raise UnreadableWrapper(f"{function} is not in the graph")
         result = result_of(node)
         self._layouts.bind_result(name, result)
-        tree = self._allocate(result)
+        tree = self._new(0) if function == _TO_HOST else self._allocate(result)
         if isinstance(tree, list):
             self._members[name] = tree
         return _leaves(tree), self._workspace_at(node, call, tree)

@@ -7,7 +7,7 @@ reads it; where every node is a kernel, one operator of `dyngran.kernels` does a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -69,9 +69,16 @@ class Writer:
         self._meta = meta or {}
 
     def call(self, target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
+        return self._call(None, target, args, kwargs)
+
+    def call_on_host(self, target: torch._ops.OpOverload, *args: Any) -> fx.Node:
+        """A node whose result is in host memory."""
+        return self._call(torch.device("cpu"), target, args, {})
+
+    def _call(self, device: torch.device | None, target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
         values, named = fx.node.map_arg((args, kwargs), lambda one: one.meta["val"])
-        node.meta = {**self._meta, "val": torch_private.fake_call(self._mode_of, target, values, named)}
+        node.meta = {**self._meta, "val": torch_private.fake_call(self._mode_of, target, values, named, device=device)}
         self.nodes.append(node)
         return node
 
@@ -194,6 +201,38 @@ class Groups:
     def load(self, writer: Writer, stored: fx.Node, like: torch.Tensor) -> fx.Node:
         how = (like.dtype, _KERNEL_FORMAT.get(self.format, self.format), GROUP[self.format])
         return writer.call(torch.ops.dyngran.dequantize.default, stored, list(like.shape), list(like.stride()), *how)
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Values in host memory, copied there and back beside the kernels of the step. ``start``, ``done`` and ``fetch`` are ops of the graph:
+    the copy starts after the first and has arrived after the second, the copy back starts before the third."""
+
+    start: int
+    done: int
+    fetch: int
+    action: Action = Action.OFFLOAD
+    format: str = "host"
+    error: str = ""
+
+    def store(self, writer: Writer, value: fx.Node) -> fx.Node:
+        return writer.call_on_host(torch.ops.dyngran.offload.default, value, list(value.meta["val"].stride()))
+
+    def stored(self, writer: Writer, stored: fx.Node, value: fx.Node) -> None:
+        """A node that waits until ``value`` has been stored; it is read up to there."""
+        writer.call(torch.ops.dyngran.offload_wait.default, stored, value)
+
+    def load(self, writer: Writer, stored: fx.Node, like: torch.Tensor) -> fx.Node:
+        """The node that starts the copy back; nobody may read it before `loaded`."""
+        return writer.call(torch.ops.dyngran.fetch.default, stored, list(like.shape), list(like.stride()), like.device)
+
+    def loaded(self, writer: Writer, value: fx.Node) -> None:
+        """A node that waits until ``value`` has been loaded."""
+        writer.call(torch.ops.dyngran.fetch_wait.default, value)
+
+    def moved(self, num_ops: int) -> Offload:
+        """For a graph with so many more ops before the others."""
+        return replace(self, start=self.start + num_ops, done=self.done + num_ops, fetch=self.fetch + num_ops)
 
 
 def lossy_codec(name: str, dtype: torch.dtype, value_id: int) -> Codec | None:

@@ -38,6 +38,7 @@ OPTION_NAMES = (
     "guard",
     "keep_below",
     "mode",
+    "offload",
     "outputs",
     "pack",
     "plan",
@@ -80,6 +81,8 @@ class Options:
         codegen: who generates code. solver: one of `SOLVERS`.
         storage: lossy formats (of `LOSSY`) that values may be stored in between forward and backward; none without a name.
         pack: whether values may be stored in lossless formats (bits, narrow integers).
+        offload: how many bytes of host memory, page-locked, may hold values between forward and backward. True: half of what the host can
+            spare; False: none.
         plan: file to take the plan from instead of solving; not opened here. plan_mismatch: what to do if it is for another graph.
         guard: watch memory and time while training runs.
         device_profile: name of the device to plan for; None is the one the model is on.
@@ -94,6 +97,7 @@ class Options:
     solver: str = "auto"
     storage: tuple[str, ...] = ()
     pack: bool = True
+    offload: bool | int = False
     plan: Path | None = None
     plan_mismatch: PlanMismatchPolicy = PlanMismatchPolicy.REFUSE
     guard: bool = True
@@ -176,6 +180,7 @@ def _read(options: Mapping[str, object], *, sources: Mapping[str, str]) -> Optio
         solver=_choice("solver", options.get("solver", "auto"), SOLVERS),
         storage=_storage(options.get("storage", ())),
         pack=_switch("pack", options.get("pack", True)),
+        offload=_offload(options.get("offload")),
         plan=_plan(options.get("plan")),
         plan_mismatch=PlanMismatchPolicy(
             _choice(
@@ -224,6 +229,17 @@ def _storage(value: object) -> tuple[str, ...]:
                 "(bits, narrow integers) needs no name."
             )
     return tuple(name for name in LOSSY if name in value)
+
+
+def _offload(value: object) -> bool | int:
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    num_bytes = parse_bytes(value) if isinstance(value, str) else value
+    if isinstance(num_bytes, int) and num_bytes > 0:
+        return num_bytes
+    raise InvalidOption(
+        f'offload = {value!r} must be True, False, or the host memory that may be used: a number of bytes above 0, or "32GiB".'
+    )
 
 
 def _plan(value: object) -> Path | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import fx
 
 from dyngran.compiler import torch_private
 from dyngran.compiler.capture import Captured
-from dyngran.compiler.codecs import Codec, Writer
+from dyngran.compiler.codecs import Codec, Offload, Writer
 from dyngran.compiler.order_rules import order_rules
 from dyngran.compiler.unroll import unroll
 from dyngran.passes.errors import GraphBroken, InvalidOption
@@ -53,10 +53,12 @@ def partition(
 
 
 def _store(captured: Captured, stored: Mapping[int, Codec], forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-    """Let forms of saved values cross instead: stored as soon as they are made, loaded just before they are read.
+    """Let forms of saved values cross instead: stored as soon as they are made, loaded just before they are read, and copied to host memory
+    and back where their codec says.
 
     Raises GraphBroken if a value does not cross as it is, or is what the caller gets.
     """
+    ops = captured.problem.ops
     made = {node.name: node for node in forward.graph.nodes}
     given = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
     output = forward.graph.output_node()
@@ -70,6 +72,12 @@ def _store(captured: Captured, stored: Mapping[int, Codec], forward: fx.GraphMod
             continue  # extraction found that backward reads nothing of it
         if name not in given or len(places) != 1 or places[0] < captured.joint.num_fwd_outputs:
             raise GraphBroken(f"pass partition cannot store {name} as {codec.format}: it does not cross to backward by itself")
+        if isinstance(codec, Offload):
+            start, done = (_last_of(made, [op.name for op in ops[: after + 1]]) for after in (codec.start, codec.done))
+            results[places[0]] = _copy_out(codec, made[name], start, done)
+            fetch = next((node for node in backward.graph.nodes if node.name == ops[codec.fetch].name), None)
+            _copy_back(codec, given[name], results[places[0]], fetch)
+            continue
         results[places[0]] = _stored(codec, made[name], fused=captured.problem.fused)
         _load(codec, given[name], results[places[0]], fused=captured.problem.fused)
     output.args = (tuple(results),)
@@ -82,6 +90,40 @@ def _stored(codec: Codec, value: fx.Node, *, fused: bool) -> fx.Node:
         stored = codec.store(Writer(value.graph, value.meta["val"], fused=fused, meta=_origin(value)), value)
     stored.name = stored_name(value.name, codec.format)
     return stored
+
+
+def _last_of(made: Mapping[str, fx.Node], names: Sequence[str]) -> fx.Node | None:
+    """The last node of these names that there is."""
+    return next((made[name] for name in reversed(names) if name in made), None)
+
+
+def _copy_out(codec: Offload, value: fx.Node, start: fx.Node | None, done: fx.Node | None) -> fx.Node:
+    """Start to copy a value to host memory after ``start``, and hold it until after ``done``."""
+    writer = Writer(value.graph, value.meta["val"], fused=False, meta=_origin(value))
+    begin = value if start is None else max(value, start)
+    with value.graph.inserting_before(begin.next):
+        stored = codec.store(writer, value)
+    stored.name = stored_name(value.name, codec.format)
+    with value.graph.inserting_before(stored.next if done is None or done < stored else done.next):
+        codec.stored(writer, stored, value)
+    return stored
+
+
+def _copy_back(codec: Offload, read: fx.Node, stored: fx.Node, fetch: fx.Node | None) -> None:
+    """Put what was copied to host memory in the place of an input of backward: fetched before ``fetch``, or before its first reader."""
+    with read.graph.inserting_before(read):
+        placeholder = read.graph.placeholder(stored.name)
+    placeholder.meta = {**read.meta, **stored.meta}
+    if read.users:
+        like, first = read.meta["val"], min(read.users)
+        writer = Writer(read.graph, like, fused=False, meta=_origin(read))
+        with read.graph.inserting_before(first if fetch is None else min(first, fetch)):
+            loaded = codec.load(writer, placeholder, like)
+        loaded.name = loaded_name(read.name, codec.format)
+        with read.graph.inserting_before(first):
+            codec.loaded(writer, loaded)
+        read.replace_all_uses_with(loaded)
+    read.graph.erase_node(read)
 
 
 def _load(codec: Codec, read: fx.Node, stored: fx.Node, *, fused: bool) -> None:

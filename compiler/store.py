@@ -48,7 +48,7 @@ def store_key(mark: str, problem: Problem, options: Options) -> str:
     ]
     sizes = [[value.size_bytes, value.kind.value] for value in problem.values]
     how = [options.codegen.value, options.mode, sorted((name, repr(value)) for name, value in options.inductor.items())]
-    forms = [[form.value, form.format, sorted(form.barred)] for form in problem.forms]
+    forms = [[form.value, form.format, sorted(form.barred), form.store, form.fetch] for form in problem.forms]
     text = json.dumps([VERSION, torch.__version__, mark, graph, sizes, forms, problem.keep_below_bytes, how])
     return hashlib.sha256(text.encode()).hexdigest()[:40]
 

@@ -16,11 +16,14 @@ import torch
 from torch import fx
 
 from dyngran.compiler.capture import Captured, Pricer
-from dyngran.compiler.codecs import Bits, Codec, Groups, Shape, Sign, Writer, integer_codec, is_storable, lossy_codec
+from dyngran.compiler.codecs import Bits, Codec, Groups, Offload, Shape, Sign, Writer, integer_codec, is_storable, lossy_codec
 from dyngran.compiler.loops import LoopKind, loop_kind
 from dyngran.compiler.storages import aliased_argument, num_elements, storage_bytes
 from dyngran.compiler.value_ranges import value_range
+from dyngran.kernels.host_copies import host_bytes
+from dyngran.passes.copies import HostLink, plan_copies
 from dyngran.passes.forms import Offer, Transfer
+from dyngran.passes.plan import Action
 from dyngran.passes.problem import Op, Side
 from dyngran.passes.profile_cache import Measurement
 from dyngran.passes.signature import TensorSpec
@@ -28,6 +31,7 @@ from dyngran.passes.signature import TensorSpec
 aten = torch.ops.aten
 
 MIN_SAVED_BYTES = 512  # the caching allocator's unit
+MIN_COPIED_BYTES = 2**20  # smaller copies take little longer to make again than to start
 SAME_TIME = 1.05  # times that differ by less are measurements of the same
 LINEAR = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::convolution_backward"})
 # Operators that choose by comparing: what they choose from a value that differs a little may be something else altogether.
@@ -64,7 +68,11 @@ class StoredForm:
 
     def moved(self, num_ops: int) -> StoredForm:
         """For a problem with so many more ops before the others."""
-        return replace(self, offer=replace(self.offer, barred=frozenset(op + num_ops for op in self.offer.barred)))
+        offer = self.offer
+        barred = frozenset(op + num_ops for op in offer.barred)
+        stored_after, fetch = (None if op is None else op + num_ops for op in (offer.stored_after, offer.fetch))
+        codec = self.codec.moved(num_ops) if isinstance(self.codec, Offload) else self.codec
+        return replace(self, offer=replace(offer, barred=barred, stored_after=stored_after, fetch=fetch), codec=codec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +96,30 @@ def find_forms(
         found += finder.lossless(value) if pack else ()
         found += finder.lossy(value, formats)
     return _priced(captured, found, price, min_saved_bytes)
+
+
+def find_copies(captured: Captured, link: HostLink, limit_bytes: int) -> tuple[StoredForm, ...]:
+    """Values that may wait for backward in host memory, as far as the link has time for them and ``limit_bytes`` of page-locked memory last:
+    those of `MIN_COPIED_BYTES` at least that are whole blocks of memory."""
+    problem = captured.problem
+    values = [value for value in _Finder(captured).candidates() if problem.values[value].size_bytes >= MIN_COPIED_BYTES]
+    forms = []
+    for copy in plan_copies(problem, values, link, size_bytes=lambda value: host_bytes(problem.values[value].size_bytes), limit_bytes=limit_bytes):
+        moved_us = problem.launch_us + problem.values[copy.value].size_bytes / problem.bytes_per_us  # what it takes of the device's own bandwidth
+        transfer = Transfer(cost_us=moved_us, cost_source=link.source)
+        offer = Offer(
+            value=copy.value,
+            action=Action.OFFLOAD,
+            format="host",
+            size_bytes=0,
+            store=transfer,
+            load=transfer,
+            stored_after=copy.done,
+            fetch=copy.fetch,
+            late_us=copy.late_us,
+        )
+        forms.append(StoredForm(offer=offer, codec=Offload(copy.start, copy.done, copy.fetch)))
+    return tuple(forms)
 
 
 class _Finder:

@@ -16,6 +16,7 @@ from dyngran.compiler import torch_private
 from dyngran.compiler.accounting import Measure
 from dyngran.compiler.capture import Captured, JointGraph, capture
 from dyngran.compiler.codecs import STOCHASTIC
+from dyngran.compiler.host_memory import NO_LINK_NOTE, host_limit_bytes, host_link
 from dyngran.compiler.options import Codegen, Options, Outputs, PlanMismatchPolicy
 from dyngran.compiler.order_rules import order_rules
 from dyngran.compiler.partition import check_runnable
@@ -38,7 +39,7 @@ from dyngran.compiler.store import (
     remember_transient,
     store_key,
 )
-from dyngran.compiler.stored_forms import StoredForm, find_forms
+from dyngran.compiler.stored_forms import StoredForm, find_copies, find_forms
 from dyngran.passes.bounds import bound_of
 from dyngran.passes.decide import decide
 from dyngran.passes.errors import BudgetTooSmall, PlanMismatch, format_bytes
@@ -111,7 +112,7 @@ class Strategy:
         moved = [form.moved(len(whole.ops) > len(bare.ops)) for form in forms]
         self.planner = Planner(with_forms(whole, [form.offer for form in moved]), progress=log.info, accepts=self._runnable)
         self.graph_problem = with_forms(replace(bare, stock=whole.stock), [form.offer for form in forms])
-        self.codecs = {made.stored: (made.value, form.codec) for made, form in zip(self.problem.forms, forms, strict=True)}
+        self.codecs = {made.stored: (made.value, form.codec) for made, form in zip(self.problem.forms, moved, strict=True)}
         self._rules: OrderRules | None = None
         self.margin_bytes = 0
         self.correction_bytes = 0
@@ -188,6 +189,9 @@ class Strategy:
             earlier.captured = captured
             return earlier
         forms = find_forms(bare_captured, options.storage, price, pack=options.pack)
+        link = host_link(device, options, spec) if options.offload else None
+        if link is not None:
+            forms += find_copies(bare_captured, link, host_limit_bytes(options))
         return cls(captured, options, mark, bare=bare, forms=forms, is_offline=is_offline)
 
     def measure_workspace(self, target: object, args: tuple[object, ...]) -> int | None:
@@ -669,6 +673,8 @@ class Strategy:
         if plan.budget_bytes is not None and plan.saved == self.free.saved and plan.schedule is None:
             notes.append("already under budget: torch's own partition fits, so nothing was changed")
         notes.extend((*self.file_notes, *self.captured.guesses))
+        if self.options.offload and self.captured.device.type == "cpu":
+            notes.append(NO_LINK_NOTE)
         if not self.simulator.candidates:
             notes.append("nothing crosses from forward to backward that could be recomputed: torch's own partition is used")
         return notes

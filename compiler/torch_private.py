@@ -349,14 +349,16 @@ def is_plain_fake(value: object) -> TypeGuard[torch.Tensor]:
     return type(value) is FakeTensor
 
 
-def fake_call(like: torch.Tensor, target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator returns for fake tensors, in the mode that made ``like`` and on its device (a card's may be seen on the CPU, where
-    there is none)."""
+def fake_call(
+    like: torch.Tensor, target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], *, device: torch.device | None = None
+) -> Any:
+    """What an operator returns for fake tensors, in the mode that made ``like``. It is on ``device``, the one of ``like`` by default (a
+    card's may be seen on the CPU, where there is none)."""
     mode: Any = like.fake_mode  # type: ignore[attr-defined]  # fake tensors have it
     with mode:
         made = target(*args, **kwargs)
-    if is_plain_fake(made) and made.device != like.device:
-        made.fake_device = like.device  # type: ignore[attr-defined]  # likewise
+    if is_plain_fake(made) and made.device != (device or like.device):
+        made.fake_device = device or like.device  # type: ignore[attr-defined]  # likewise
     return made
 
 

@@ -1,5 +1,5 @@
 """The storage formats as PyTorch operators ``torch.ops.dyngran.*``: functional, one result each, which never shares memory with an
-argument.
+argument. Those that wait for a copy say that they write what is copied into, and have no result.
 
 `register` makes them known; importing anything of `dyngran.kernels` does not. They work on fake tensors with symbolic sizes, under make_fx,
 torch.compile and its code generators, and in CUDA graphs: no implementation waits for the card or allocates except through torch. They have
@@ -22,6 +22,7 @@ from torch import Tensor
 from dyngran.kernels.bits import pack_bits, packed_bytes, unpack_bits
 from dyngran.kernels.casts import cast
 from dyngran.kernels.groups import stored_bytes
+from dyngran.kernels.host_copies import fetch, fetch_wait, offload, offload_wait
 from dyngran.kernels.layouts import dense_stride
 from dyngran.kernels.quantize import dequantize, quantize
 from dyngran.kernels.signs import pack_sign, unpack_sign
@@ -29,6 +30,7 @@ from dyngran.kernels.slices import gather_maps, pack_slice, resized, scatter_map
 
 NAMESPACE = "dyngran"
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+ON_HOST = (*TAGS, torch.Tag.cudagraph_unsafe)  # host memory is new at each call: Inductor runs these between its CUDA graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,9 @@ class Operator:
     """``run`` is its implementation on a CPU and on a card, ``fake`` what it returns without computing it."""
 
     schema: str
-    run: Callable[..., Tensor]
-    fake: Callable[..., Tensor]
+    run: Callable[..., Tensor | None]
+    fake: Callable[..., Tensor | None]
+    tags: tuple[torch.Tag, ...] = TAGS
 
     @property
     def name(self) -> str:
@@ -82,6 +85,18 @@ def _fake_scattered(base: Tensor, part: Tensor, index: Tensor, dim: int) -> Tens
     return base.new_empty_strided(base.shape, dense_stride(base.shape, base.stride()))
 
 
+def _fake_offloaded(x: Tensor, stride: Sequence[int]) -> Tensor:
+    return x.new_empty((x.numel(),), device="cpu")
+
+
+def _fake_fetched(host: Tensor, size: Sequence[int], stride: Sequence[int], device: torch.device) -> Tensor:
+    return host.new_empty_strided(size, stride, device=device)
+
+
+def _nothing(*_: object) -> None:
+    """What an operator returns that is called for its effect."""
+
+
 OPERATORS = (
     Operator("pack_bits(Tensor x, SymInt[] stride) -> Tensor", pack_bits, _fake_packed),
     Operator("unpack_bits(Tensor stored, SymInt[] size, SymInt[] stride) -> Tensor", unpack_bits, _fake_unpacked),
@@ -103,6 +118,10 @@ OPERATORS = (
     Operator("pack_slice(Tensor x, int dim, SymInt start, SymInt length) -> Tensor", pack_slice, _fake_slice),
     Operator("gather_maps(Tensor x, Tensor index, int dim) -> Tensor", gather_maps, _fake_gathered),
     Operator("scatter_maps(Tensor base, Tensor part, Tensor index, int dim) -> Tensor", scatter_maps, _fake_scattered),
+    Operator("offload(Tensor x, SymInt[] stride) -> Tensor", offload, _fake_offloaded, ON_HOST),
+    Operator("offload_wait(Tensor(a!) host, Tensor x) -> ()", offload_wait, _nothing, ON_HOST),
+    Operator("fetch(Tensor host, SymInt[] size, SymInt[] stride, Device device) -> Tensor", fetch, _fake_fetched, ON_HOST),
+    Operator("fetch_wait(Tensor(a!) x) -> ()", fetch_wait, _nothing, ON_HOST),
 )
 
 _library: list[torch.library.Library] = []  # as long as it lives, so do the operators
@@ -115,7 +134,7 @@ def register() -> Any:
         if not _library:
             library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # torch gives it no types
             for operator in OPERATORS:
-                library.define(operator.schema, tags=TAGS)
+                library.define(operator.schema, tags=operator.tags)
                 run = torch.no_grad()(operator.run)  # else autograd would record what an implementation does inside
                 for key in ("CPU", "CUDA"):
                     library.impl(operator.name, run, key)

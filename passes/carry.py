@@ -19,7 +19,14 @@ def with_carried(problem: Problem, carried_bytes: int) -> Problem:
     last = _op(len(later) + 1, "let go of", reads=(value.index,), writes=())
     moved = [replace(one, producer=None if one.producer is None else one.producer + 1) for one in problem.values]
     forms = tuple(
-        replace(form, store=form.store + 1, load=form.load + 1, barred=frozenset(op + 1 for op in form.barred)) for form in problem.forms
+        replace(
+            form,
+            store=form.store + 1,
+            load=form.load + 1,
+            barred=frozenset(op + 1 for op in form.barred),
+            fetch=None if form.fetch is None else form.fetch + 1,
+        )
+        for form in problem.forms
     )
     return replace(problem, values=(*moved, value), ops=(first, *later, last), forms=forms)
 

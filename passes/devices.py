@@ -1,7 +1,7 @@
 """A small table of devices, so that a plan for an H100 can be made on a laptop.
 
 Sources: the vendors' datasheets for dense (not sparse) tensor throughput and memory bandwidth: NVIDIA H100, H200, A100, L4, L40S and
-V100 datasheets, the NVIDIA Ada GPU architecture whitepaper (RTX 4090), the AMD Instinct MI300X datasheet; memory as the driver
+V100 datasheets (the link is PCIe of their generation), the NVIDIA Ada GPU architecture whitepaper (RTX 4090), the AMD Instinct MI300X datasheet; memory as the driver
 reports it. The shares of those peaks that large kernels reach are ours: 650 of 989 bf16 TFLOP/s and 3.0 of 3.35 TB/s on H100
 were met when the project was planned (`planning-notes.md`, section 2). ``cpu`` is a placeholder: `passes/host.py` measures the real one.
 """
@@ -17,6 +17,8 @@ import torch
 from dyngran.passes.errors import InvalidOption
 
 MIB = 2**20
+PCIE3, PCIE4, PCIE5 = 16e9, 32e9, 64e9  # bytes per second of 16 lanes, one direction
+LINK_SHARE = 0.8
 CUDA_BLOCK_BYTES = 512  # the caching allocator rounds every request up to a multiple, and
 CUDA_UNSPLIT_BYTES = 2**20  # gives a free block whole, and counts it so, if no more than this of it would be left over
 
@@ -35,6 +37,7 @@ class DeviceSpec:
         bandwidth_bytes_per_s: datasheet memory bandwidth.
         matmul_share, bandwidth_share: the share of those peaks that large kernels reach.
         launch_us: least device time of one kernel, launch included.
+        link_bytes_per_s: datasheet bandwidth of the link to the host, one direction; 0 where there is none. It reaches `LINK_SHARE` of it.
         memory_bytes: total memory as the driver reports it.
         capability: compute capability of an NVIDIA card, from which torch chooses attention kernels; (0, 0) for others.
     """
@@ -47,6 +50,7 @@ class DeviceSpec:
     matmul_share: float = 0.66
     bandwidth_share: float = 0.9
     capability: tuple[int, int] = (0, 0)
+    link_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.matmul_tflops.get("fp32", 0.0) <= 0 or self.bandwidth_bytes_per_s <= 0:
@@ -102,6 +106,7 @@ def _gpu(
     share: float = 0.66,
     bandwidth_share: float = 0.9,
     capability: tuple[int, int] = (0, 0),
+    link: float = PCIE4,
 ) -> DeviceSpec:
     rates = {"fp16": half, "bf16": half, "tf32": tf32, "fp32": fp32, "fp64": fp64}
     if eight is not None:
@@ -115,6 +120,7 @@ def _gpu(
         matmul_share=share,
         bandwidth_share=bandwidth_share,
         capability=capability,
+        link_bytes_per_s=link,
     )
 
 
@@ -130,14 +136,15 @@ def _a100(name: str, tb_per_s: float, mib: int) -> DeviceSpec:
         memory_bytes=mib * MIB,
         matmul_share=0.75,
         capability=(8, 0),
+        link_bytes_per_s=PCIE4,
     )
 
 
 DEVICES: dict[str, DeviceSpec] = {
     spec.name: spec
     for spec in (
-        _gpu("h100", 989.0, 494.0, 67.0, 67.0, 1979.0, 3.35, 81559, capability=(9, 0)),
-        _gpu("h200", 989.0, 494.0, 67.0, 67.0, 1979.0, 4.8, 143771, bandwidth_share=0.8, capability=(9, 0)),
+        _gpu("h100", 989.0, 494.0, 67.0, 67.0, 1979.0, 3.35, 81559, capability=(9, 0), link=PCIE5),
+        _gpu("h200", 989.0, 494.0, 67.0, 67.0, 1979.0, 4.8, 143771, bandwidth_share=0.8, capability=(9, 0), link=PCIE5),
         _a100("a100-40", 1.555, 40960),
         _a100("a100-80", 2.039, 81920),
         _gpu("l4", 121.0, 60.0, 30.3, 0.47, 242.0, 0.3, 23034, capability=(8, 9)),
@@ -151,8 +158,9 @@ DEVICES: dict[str, DeviceSpec] = {
             memory_bytes=32768 * MIB,
             matmul_share=0.75,
             capability=(7, 0),
+            link_bytes_per_s=PCIE3,
         ),
-        _gpu("mi300x", 1307.0, 654.0, 163.4, 163.4, 2615.0, 5.3, 196592, share=0.5, bandwidth_share=0.8),
+        _gpu("mi300x", 1307.0, 654.0, 163.4, 163.4, 2615.0, 5.3, 196592, share=0.5, bandwidth_share=0.8, link=PCIE5),
         DeviceSpec(
             name="cpu",
             matmul_tflops={"fp32": 0.05, "fp64": 0.025, "bf16": 0.02, "fp16": 0.02},

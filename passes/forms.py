@@ -1,13 +1,15 @@
 """Ways to store values between forward and backward other than as they are, put into a planning problem.
 
-A form is a second value that may cross to backward instead of the first: an op stores it in forward, right after the value is made, and
-an op loads the value from it in backward, where the value would otherwise be kept or recomputed (`Problem.forms`). So a saved set says
-everything: it names the value (KEEP), the stored form (PACK, NARROW, ...) or neither (RECOMPUTE). Values of the problem without forms
+A form is a second value that may cross to backward instead of the first: an op stores it in forward, right after the value is made or
+where a copy of it has arrived, and an op loads the value from it in backward, where the value would otherwise be kept or recomputed, or
+some time before (`Problem.forms`). So a saved set says everything: it names the value (KEEP), the stored form (PACK, NARROW, OFFLOAD) or
+neither (RECOMPUTE). Values of the problem without forms
 keep their numbers, and a set of them means the same in both.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -32,7 +34,8 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """One way to store ``value`` in ``size_bytes``; `Form` says what the other fields mean."""
+    """One way to store ``value`` in ``size_bytes``; `Form` says what the other fields mean. ``stored_after``: the op after which it has been
+    stored, and up to which the value is held; None: the one that makes it."""
 
     value: int
     action: Action
@@ -42,39 +45,39 @@ class Offer:
     load: Transfer
     error: str = ""
     barred: frozenset[int] = frozenset()
+    stored_after: int | None = None
+    fetch: int | None = None
+    late_us: float = 0.0
 
 
 def with_forms(problem: Problem, offers: Sequence[Offer]) -> Problem:
     """The problem with every offer as a form; stored values come after all others, in the order of the offers.
 
-    Raises ValueError for a problem that has forms, and for an offer of what no op makes, what the caller holds, or what depends on a
-    tangent.
+    Raises ValueError for a problem that has forms, for an offer of what no op makes, what the caller holds, or what depends on a tangent,
+    and for one that is stored before it is made or in backward, or fetched in forward.
     """
     if problem.forms:
         raise ValueError("the problem has forms already: offer all of them at once")
-    by_producer: dict[int, list[int]] = defaultdict(list)
-    for place, offer in enumerate(offers):
-        by_producer[_producer_of(problem, offer)].append(place)
+    made_by, stored_by = [_producer_of(problem, offer) for offer in offers], [_stored_by(problem, offer) for offer in offers]
+    following: dict[int, list[int]] = defaultdict(list)
+    for place in range(len(offers)):
+        for op in {made_by[place], stored_by[place]}:
+            following[op].append(place)
     ops: list[Op] = []
     moved_to: list[int] = []
-    forms: dict[int, Form] = {}
+    stores, loads = [0] * len(offers), [0] * len(offers)
     for op in problem.ops:
         moved_to.append(len(ops))
         ops.append(op if op.index == len(ops) else replace(op, index=len(ops)))
-        for place in by_producer.get(op.index, ()):
+        for place in following.get(op.index, ()):
             offer, stored = offers[place], len(problem.values) + place
-            forms[place] = Form(
-                value=offer.value,
-                stored=stored,
-                store=len(ops),
-                load=len(ops) + 1,
-                action=offer.action,
-                format=offer.format,
-                error=offer.error,
-            )
             name = problem.values[offer.value].name
-            ops.append(_op(offer.store, len(ops), stored_name(name, offer.format), (offer.value,), (stored,), op.region))
-            ops.append(_op(offer.load, len(ops), loaded_name(name, offer.format), (stored,), (), op.region))
+            if stored_by[place] == op.index:
+                stores[place] = len(ops)
+                ops.append(_op(offer.store, len(ops), stored_name(name, offer.format), (offer.value,), (stored,), op.region))
+            if made_by[place] == op.index:
+                loads[place] = len(ops)
+                ops.append(_op(offer.load, len(ops), loaded_name(name, offer.format), (stored,), (), op.region))
     values = [value if value.producer is None else replace(value, producer=moved_to[value.producer]) for value in problem.values]
     for place, offer in enumerate(offers):
         whole = problem.values[offer.value]
@@ -84,13 +87,26 @@ def with_forms(problem: Problem, offers: Sequence[Offer]) -> Problem:
                 name=stored_name(whole.name, offer.format),
                 size_bytes=offer.size_bytes,
                 kind=Kind.ACTIVATION,
-                producer=forms[place].store,
+                producer=stores[place],
                 label=f"{whole.label or whole.name} as {offer.format}",
             )
         )
-    barred = [frozenset(moved_to[op] for op in offer.barred) for offer in offers]
-    placed = tuple(replace(forms[place], barred=barred[place]) for place in range(len(offers)))
-    return replace(problem, values=tuple(values), ops=tuple(ops), forms=placed)
+    forms = tuple(
+        Form(
+            value=offer.value,
+            stored=len(problem.values) + place,
+            store=stores[place],
+            load=loads[place],
+            action=offer.action,
+            format=offer.format,
+            error=offer.error,
+            barred=frozenset(moved_to[op] for op in offer.barred),
+            fetch=None if offer.fetch is None else moved_to[offer.fetch],
+            late_us=offer.late_us,
+        )
+        for place, offer in enumerate(offers)
+    )
+    return replace(problem, values=tuple(values), ops=tuple(ops), forms=forms)
 
 
 def stored_name(value: str, format: str) -> str:
@@ -109,6 +125,16 @@ def _producer_of(problem: Problem, offer: Offer) -> int:
     if value.producer is None or is_held or problem.ops[value.producer].side is Side.BACKWARD:
         raise ValueError(f"{value.name} cannot be stored as {offer.format}: it is an input, an output, a gradient, or made in backward")
     return value.producer
+
+
+def _stored_by(problem: Problem, offer: Offer) -> int:
+    made_by = _producer_of(problem, offer)
+    after = made_by if offer.stored_after is None else offer.stored_after
+    if after < made_by or problem.ops[after].side is Side.BACKWARD:
+        raise ValueError(f"{problem.values[offer.value].name} cannot be stored after {problem.ops[after].name}")
+    if offer.fetch is not None and problem.ops[offer.fetch].side is not Side.BACKWARD:
+        raise ValueError(f"{problem.values[offer.value].name} cannot be fetched before {problem.ops[offer.fetch].name}")
+    return after
 
 
 def _op(transfer: Transfer, index: int, name: str, reads: tuple[int, ...], writes: tuple[int, ...], region: str) -> Op:
@@ -131,7 +157,12 @@ def _op(transfer: Transfer, index: int, name: str, reads: tuple[int, ...], write
 
 def offers_of(problem: Problem) -> tuple[Offer, ...]:
     """What `with_forms` was given, in the numbers of the problem without forms."""
-    number = {index: place for place, index in enumerate(base_ops(problem))}
+    base = base_ops(problem)
+    number = {index: place for place, index in enumerate(base)}
+
+    def stored_after(form: Form) -> int | None:
+        after, producer = bisect_left(base, form.store) - 1, problem.values[form.value].producer
+        return None if base[after] == producer else after
 
     def transfer(op: Op) -> Transfer:
         return Transfer(**{one.name: getattr(op, one.name) for one in fields(Transfer)})
@@ -146,6 +177,9 @@ def offers_of(problem: Problem) -> tuple[Offer, ...]:
             load=transfer(problem.ops[form.load]),
             error=form.error,
             barred=frozenset(number[op] for op in form.barred),
+            stored_after=stored_after(form),
+            fetch=None if form.fetch is None else number[form.fetch],
+            late_us=form.late_us,
         )
         for form in problem.forms
     )

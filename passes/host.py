@@ -1,15 +1,19 @@
-"""What a device that is not in the table reaches, measured once: one copy and one matmul, together under 50 ms on a laptop core."""
+"""What a device that is not in the table reaches, measured once: one copy and one matmul, together under 50 ms on a laptop core; and the
+link between a card and its host."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from dyngran.passes.devices import DeviceSpec
+from dyngran.passes.copies import HostLink
+from dyngran.passes.devices import LINK_SHARE, DeviceSpec
 from dyngran.passes.profile import on_clean_thread
 from dyngran.passes.profile_cache import Measurement, ProfileCache, device_settings
 
@@ -18,7 +22,12 @@ MATMUL_SIZE = 384
 CARD_COPY_BYTES = 64 << 20
 CARD_MATMUL_SIZE = 2048
 CARD_LAUNCH_US = 2.5
+LINK_LATENCY_US = 10.0
 LAUNCH_US = 3.0  # one operator call through the dispatcher
+_CONTROL_GROUPS = (  # files with the limit and with what is used
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 REDUCED_SHARE = 0.5  # bf16 and fp16 where the processor has no instructions for them; measured operators replace it
 
 
@@ -60,6 +69,43 @@ def measure_card_spec(device: torch.device, cache: ProfileCache | None = None) -
         matmul_share=1.0,
         bandwidth_share=1.0,
     )
+
+
+def measure_link(device: torch.device, cache: ProfileCache | None = None) -> HostLink:
+    """Copies between a CUDA card and page-locked host memory: the best of three of 64 MiB in each direction, and of 1 KiB."""
+    store, settings = cache if cache is not None else ProfileCache.default(), device_settings(device)
+    small_us, *large_us = (
+        _remembered(store, settings, f"link: {size_bytes} bytes {way}", partial(_link_us, device, size_bytes, way == "to host"))
+        for size_bytes, way in ((1024, "to host"), (CARD_COPY_BYTES, "to host"), (CARD_COPY_BYTES, "to device"))
+    )
+    to_host, to_device = (CARD_COPY_BYTES / max(us - small_us, 1e-3) for us in large_us)
+    return HostLink(to_host_bytes_per_us=to_host, to_device_bytes_per_us=to_device, latency_us=small_us, source="measured")
+
+
+def _link_us(device: torch.device, size_bytes: int, to_host: bool) -> float:
+    there, here = torch.ones(size_bytes, dtype=torch.uint8, device=device), torch.ones(size_bytes, dtype=torch.uint8, pin_memory=True)
+    target, source = (here, there) if to_host else (there, here)
+    return _best_us(lambda: target.copy_(source, non_blocking=True), lambda: torch.cuda.synchronize(device))
+
+
+def link_of(spec: DeviceSpec) -> HostLink | None:
+    """What the table says of a card's link to its host; None for a device that has none."""
+    if not spec.link_bytes_per_s:
+        return None
+    bytes_per_us = LINK_SHARE * spec.link_bytes_per_s / 1e6
+    return HostLink(to_host_bytes_per_us=bytes_per_us, to_device_bytes_per_us=bytes_per_us, latency_us=LINK_LATENCY_US, source="table")
+
+
+def available_host_bytes() -> int:
+    """What this process may still take of the host's memory: what the system has, and what its control group leaves it."""
+    with suppress(OSError):
+        limits = [int(line.split()[1]) * 1024 for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:")]
+        for most, used in _CONTROL_GROUPS:
+            with suppress(OSError, ValueError):  # no such control group, or "max"
+                limits.append(max(0, int(Path(most).read_text()) - int(Path(used).read_text())))
+        if limits:
+            return min(limits)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def _card_copy_us(device: torch.device) -> float:

@@ -44,17 +44,23 @@ class RegionGraph:
         self.num_regions = max(numbers, default=-1) + 1
         self.ops: list[list[int]] = [[] for _ in range(self.num_regions)]
         ending = ending_ops(problem)
-        for op in problem.ops:
-            if op.index not in ending or any(problem.values[read].producer is not None for read in op.reads):
-                self.ops[numbers[op.index]].append(op.index)  # the rest counts how often batch norms ran, and the like
-        self.readers: dict[int, list[int]] = defaultdict(list)
-        for op in problem.ops:
-            for read in op.reads:
-                self.readers[read].append(op.index)
         self.forms: dict[int, list[Form]] = defaultdict(list)
         for form in problem.forms:
             self.forms[form.value].append(form)
         self._loads = {form.load: form.value for form in problem.forms}
+        transfers = self._loads.keys() | {form.store for form in problem.forms}
+        for op in problem.ops:
+            if op.index in transfers:
+                continue
+            if op.index not in ending or any(problem.values[read].producer is not None for read in op.reads):
+                here = self.ops[numbers[op.index]]
+                here.append(op.index)  # the rest counts how often batch norms ran, and the like
+                for write in op.writes if self.forms else ():  # wherever copies arrive, so that regions are alike
+                    here.extend(index for form in self.forms.get(write, ()) for index in (form.store, form.load))
+        self.readers: dict[int, list[int]] = defaultdict(list)
+        for op in problem.ops:
+            for read in op.reads:
+                self.readers[read].append(op.index)
         self._orders: dict[tuple[int, int], tuple[int, ...]] = {}
         self.far = far_values(problem, numbers)
         self.kinds = [self._signature(number) for number in range(self.num_regions)]
@@ -195,7 +201,9 @@ class _LocalBuilder:
         """The ops that store and load a value, right after what makes it."""
         for form in self._regions.forms.get(value, ()):
             store, load = (self._append(self._whole.ops[index]) for index in (form.store, form.load))
-            self._forms.append(replace(form, value=self._local[value], stored=self._local[form.stored], store=store, load=load))
+            stored = self._local[form.stored]
+            local = replace(form, value=self._local[value], stored=stored, store=store, load=load, fetch=None, late_us=0.0)
+            self._forms.append(local)
 
     def _append(self, op: Op) -> int:
         reads, writes = (tuple(self._local[value] for value in values) for values in (op.reads, op.writes))

@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Action(Enum):
-    """What happens to a value between forward and backward. SLICE and OFFLOAD are schema: no plan has them yet."""
+    """What happens to a value between forward and backward. SLICE is schema: no plan has it yet."""
 
     KEEP = "keep"
     RECOMPUTE = "recompute"

@@ -93,11 +93,13 @@ class Form:
     Attributes:
         value: what is stored; never an input, an output or a gradient.
         stored: the value that crosses instead. The op ``store`` makes it of ``value``; the op ``load`` reads it and makes ``value``
-            again, in place of the op that made it in forward. Both are `Side.FREE`, and ``ops[load].writes`` is empty, because a value
-            has one producer: whoever replays a plan looks here.
+            again, in place of the op that made it in forward, beside which it stands. Both are `Side.FREE`, and ``ops[load].writes`` is
+            empty, because a value has one producer: whoever replays a plan looks here.
         action, format: how; formats are named by those who offer them.
         error: by how much what is loaded may differ, for people; "" if it serves its readers bit by bit.
         barred: ops that must not run again on what is loaded: where a plan lets one of them run in backward, the value itself is saved.
+        fetch: the backward op just before which the value is loaded, if nobody needs it earlier; None: it is loaded when it is needed.
+        late_us: how much longer loading takes where somebody does need it earlier.
     """
 
     value: int
@@ -108,6 +110,8 @@ class Form:
     format: str
     error: str = ""
     barred: frozenset[int] = frozenset()
+    fetch: int | None = None
+    late_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +150,7 @@ class Problem:
             if value.index != position:
                 raise ValueError(f"{value.name}: index {value.index} at position {position}")
         written: set[int] = {value.index for value in self.values if value.producer is None}
+        written.update(self.form_of)  # a form may be stored long after the op that loads it, which runs in backward
         for position, op in enumerate(self.ops):
             if op.index != position:
                 raise ValueError(f"{op.name}: index {op.index} at position {position}")

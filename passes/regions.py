@@ -123,7 +123,8 @@ def region_numbers(problem: Problem, boundaries: Sequence[int], crossings: Cross
     """Per op, the number of the region it belongs to; ops outside forward belong where what they read was made.
 
     What forward reads beyond the region after the one that makes it (masks, position tables, long skips) says nothing about where a
-    reader belongs, unless it reads nothing else; nor do states of the random generator, which belong to their readers. Forward ops
+    reader belongs, unless it reads nothing else; nor do states of the random generator, which belong to their readers. What stores or
+    loads a form of a value belongs where the value is made. Forward ops
     that lead to nothing but outputs (running statistics, which graphs update at their end) belong where what they read was made.
     """
     number: dict[int, int] = {}
@@ -144,8 +145,9 @@ def region_numbers(problem: Problem, boundaries: Sequence[int], crossings: Cross
     for index in crossings.ops:
         for read in problem.ops[index].reads:
             reaches[read] = number[index]
+    stored = {index: form.value for form in problem.forms for index in (form.store, form.load)}
     for op in problem.ops:
-        if op.index in number:
+        if op.index in number or op.index in stored:
             continue
         near: list[int] = []
         far: list[int] = []
@@ -159,6 +161,10 @@ def region_numbers(problem: Problem, boundaries: Sequence[int], crossings: Cross
             else:
                 (near if reaches.get(read, 0) <= number[producer] + 1 else far).append(number[producer])
         number[op.index] = max(near) if near else (min(later) if later else max(far, default=current))
+    for index, value in stored.items():
+        producer = problem.values[value].producer
+        assert producer is not None
+        number[index] = number[producer]
     return tuple(number[op.index] for op in problem.ops)
 
 

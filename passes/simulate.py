@@ -7,7 +7,8 @@ Rules, shared with the rewriter (`passes/rewrite.py`) so that what is simulated 
 * backward runs its ops in the joint graph's order; what an op reads and nobody saved is recomputed just before it, once, in the
   joint graph's order, and dies after its last reader in backward;
 * a value dies after its last reader unless it crosses to backward or the caller holds it (forward outputs, gradients);
-* a value of which a form is saved (`Problem.forms`) is loaded in backward instead of recomputed: ``Form.load`` stands for its producer;
+* a value of which a form is saved (`Problem.forms`) is loaded in backward instead of recomputed: ``Form.load`` stands for its producer.
+  If nobody needs it before the op ``Form.fetch``, it is loaded just before that one; if somebody does, that takes ``Form.late_us`` longer;
 * an op that runs for a sibling of a saved result makes a second copy of that result, which dies at once; the saved one dies after its
   last reader all the same;
 * an op that runs again holds its ``rerun_bytes`` beside its workspace;
@@ -198,7 +199,7 @@ class Simulator:
 
     def schedule(self, saved: Iterable[int]) -> tuple[list[int], list[int]]:
         """Op indices in the order in which forward and backward run them, before any fusion."""
-        forward, backward, _ = self._schedule(self.normalize(saved))
+        forward, backward, _, _ = self._schedule(self.normalize(saved))
         return forward, backward
 
     def working_bytes(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -219,7 +220,8 @@ class Simulator:
             [(kernel.op, live) for kernel, live in zip(full.backward, in_backward, strict=True)],
         )
 
-    def _schedule(self, crossing: frozenset[int]) -> tuple[list[int], list[int], set[int]]:
+    def _schedule(self, crossing: frozenset[int]) -> tuple[list[int], list[int], set[int], dict[int, float]]:
+        """Ops of forward, of backward, those that run again, and by how much those that load take longer because they come late (us)."""
         reads, producer, writes = self._reads, self._producer, self._writes
         early: set[int] = set()
         ops = self.problem.ops
@@ -240,8 +242,14 @@ class Simulator:
         recomputed: set[int] = set()
         loaded = self._loaded(crossing)
         loads = {load: (value,) for value, load in loaded.items()}
+        fetched = {form.load: form for stored in sorted(crossing) if (form := self.problem.form_of.get(stored)) and form.fetch is not None}
+        fetches: dict[int, list[int]] = {}
+        for form in fetched.values():
+            assert form.fetch is not None
+            fetches.setdefault(form.fetch, []).append(form.value)
+        late: dict[int, float] = {}
 
-        def bring(wanted: Iterable[int]) -> None:
+        def bring(wanted: Iterable[int], *, is_fetch: bool = False) -> None:
             missing: set[int] = set()
             stack = [value for value in wanted if not available[value]]
             while stack:
@@ -255,6 +263,8 @@ class Simulator:
                 backward.append(index)
                 if ran[index]:
                     recomputed.add(index)
+                if index in fetched and not is_fetch:
+                    late[index] = fetched[index].late_us
                 for write in loads.get(index, writes[index]):
                     available[write] = available[write] or loaded.get(write, index) == index
 
@@ -266,9 +276,11 @@ class Simulator:
                 if not available[read]:
                     bring(needs[index])
                     break
+            for value in fetches.get(index, ()):
+                bring((value,), is_fetch=True)
             backward.append(index)
         bring(self._late)
-        return forward, backward, recomputed
+        return forward, backward, recomputed, late
 
     def _loaded(self, crossing: frozenset[int]) -> dict[int, int]:
         """Values that backward loads from a form that crosses, each with the op that does it."""
@@ -276,12 +288,12 @@ class Simulator:
         return {form_of[stored].value: form_of[stored].load for stored in crossing if stored in form_of} if form_of else {}
 
     def _replay(self, crossing: frozenset[int]) -> Replay:
-        forward_ops, backward_ops, recomputed = self._schedule(crossing)
+        forward_ops, backward_ops, recomputed, late = self._schedule(crossing)
         problem = self.problem
         held = crossing | problem.forward_outputs
         forward = fuse(problem, forward_ops, held, available=frozenset())
         kernels = fuse(problem, backward_ops, problem.gradients, available=crossing, loaded=self._loaded(crossing))
-        backward = [self._again(kernel, recomputed) for kernel in kernels]
+        backward = [self._again(kernel, recomputed, late) for kernel in kernels]
         return Replay(
             forward=forward,
             backward=backward,
@@ -290,7 +302,9 @@ class Simulator:
             recompute_us=sum(kernel.cost_us for kernel in backward if kernel.op in recomputed),
         )
 
-    def _again(self, kernel: Kernel, recomputed: set[int]) -> Kernel:
+    def _again(self, kernel: Kernel, recomputed: set[int], late: dict[int, float]) -> Kernel:
+        if kernel.op in late:
+            return replace(kernel, cost_us=kernel.cost_us + late[kernel.op])
         rerun_bytes = self.problem.ops[kernel.op].rerun_bytes
         if not rerun_bytes or kernel.op not in recomputed:
             return kernel

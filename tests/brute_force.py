@@ -26,7 +26,7 @@ def naive_replay(problem: Problem, wished: Iterable[int]) -> Truth:
     made_anyway = frozenset(write for op in problem.ops if op.side is Side.FORWARD for write in op.writes)
     early = _ancestors(problem, crossing - made_anyway, stop=made_anyway)
     forward = [op.index for op in problem.ops if op.side is Side.FORWARD or (op.side is Side.FREE and op.index in early)]
-    backward = _backward(problem, crossing)
+    backward, late_us = _backward(problem, crossing)
     live: list[tuple[int, str]] = []  # storages: (value, which copy)
     peak = 0
 
@@ -59,7 +59,7 @@ def naive_replay(problem: Problem, wished: Iterable[int]) -> Truth:
     num_recomputed = len([index for index in backward if index in set(forward)])
     return Truth(
         peak_bytes=problem.total_static_bytes + peak,
-        time_us=sum(problem.ops[index].cost_us for index in forward + backward),
+        time_us=sum(problem.ops[index].cost_us for index in forward + backward) + late_us,
         num_recomputed=num_recomputed,
     )
 
@@ -116,10 +116,13 @@ def _ancestors(problem: Problem, values: Iterable[int], stop: frozenset[int], *,
     return found
 
 
-def _backward(problem: Problem, crossing: frozenset[int]) -> list[int]:
+def _backward(problem: Problem, crossing: frozenset[int]) -> tuple[list[int], float]:
+    """Ops in order, and by how much those take longer that load what was to be fetched later."""
     order: list[int] = []
+    late_us = 0.0
     late = _tangent_made(problem)
     have = set(crossing) | {value.index for value in problem.values if value.producer is None}
+    loads = {form.load: form for form in problem.forms if form.stored in crossing}
     goals = [(list(op.reads), op.index) for op in problem.ops if op.side is Side.BACKWARD]
     goals.append(([value for value in sorted(problem.gradients) if value not in late], -1))
     for reads, index in goals:
@@ -127,10 +130,16 @@ def _backward(problem: Problem, crossing: frozenset[int]) -> list[int]:
         for again in sorted(_ancestors(problem, missing, stop=frozenset(have), crossing=crossing)):
             order.append(again)
             have |= set(_made_by(problem, again))
+            if again in loads and loads[again].fetch is not None:
+                late_us += loads[again].late_us
+        for form in loads.values():
+            if form.fetch == index and form.value not in have:
+                order.append(form.load)
+                have.add(form.value)
         if index >= 0:
             order.append(index)
             have |= set(problem.ops[index].writes)
-    return order
+    return order, late_us
 
 
 def every_plan(simulator: Simulator) -> list[Outcome]:

@@ -228,7 +228,7 @@ def storable(problem: Problem) -> list[int]:
 
 @st.composite
 def problems_with_forms(draw: st.DrawFn, *, max_forward: int = 7, fused: bool | None = None) -> Problem:
-    """As `problems`, with up to four forms of whatever size and cost, two of one value among them."""
+    """As `problems`, with up to four forms of whatever size and cost, two of one value among them, some stored late or fetched early."""
     problem = draw(problems(max_forward=max_forward, fused=fused))
     values = storable(problem)
     if not values:
@@ -243,7 +243,10 @@ def problems_with_forms(draw: st.DrawFn, *, max_forward: int = 7, fused: bool | 
         )
 
     offers = []
+    in_backward = [op.index for op in problem.ops if op.side is Side.BACKWARD]
     for value in draw(st.lists(st.sampled_from(values), max_size=4)):
+        made_by = problem.values[value].producer or 0
+        later = [op.index for op in problem.ops if op.side is not Side.BACKWARD and op.index > made_by]
         is_loop = draw(st.booleans())
         offer = Offer(
             value=value,
@@ -253,6 +256,9 @@ def problems_with_forms(draw: st.DrawFn, *, max_forward: int = 7, fused: bool | 
             store=transfer(is_loop),
             load=transfer(is_loop),
             barred=frozenset(op.index for op in problem.ops if value in op.reads and op.side is not Side.BACKWARD and draw(st.booleans())),
+            stored_after=draw(st.sampled_from([None, *later])),
+            fetch=draw(st.sampled_from([None, *in_backward])),
+            late_us=draw(st.sampled_from([0.0, 2.0])),
         )
         offers.append(offer)
     return with_forms(problem, offers)

@@ -64,6 +64,13 @@ def add_target(command: argparse.ArgumentParser) -> None:
         help=f"let values be stored rounded, once for each format: {', '.join(LOSSY)} (default: none)",
     )
     command.add_argument("--no-pack", action="store_true", help="store nothing as bits or narrow integers, which changes no number")
+    command.add_argument(
+        "--offload",
+        nargs="?",
+        const="",
+        metavar="SIZE",
+        help="let values wait for backward in host memory, in at most so much of it if a size is given, such as 32GiB",
+    )
     command.add_argument("--keep-below", metavar="SIZE", help="always keep values up to this size, such as 64KiB")
 
 
@@ -83,12 +90,16 @@ def settings_from(options: argparse.Namespace, *, budget: str | None, batch: int
     keep_below = None if options.keep_below is None else parse_bytes(options.keep_below)
     if options.keep_below is not None and keep_below is None:
         raise InvalidOption(f"--keep-below {options.keep_below!r} is no size: write 64KiB or 1MB, say.")
+    offload = bool(parse_bytes(options.offload)) and parse_bytes(options.offload) if options.offload else options.offload is not None
+    if options.offload and not offload:
+        raise InvalidOption(f"--offload {options.offload!r} is no size: write 32GiB, say, or --offload alone.")
     return Settings(
         batch=batch,
         budget=None if budget is None else str(Budget.parse(budget, source="--budget")),
         dtype=options.dtype,
         dynamic=options.dynamic,
         keep_below=keep_below,
+        offload=offload,
         outputs=Outputs(options.outputs),
         pack=not options.no_pack,
         profile=_profile(options.device, measures=options.profile),

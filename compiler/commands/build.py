@@ -68,6 +68,8 @@ def _training_call(document: PlanDocument, path: str) -> str:
         options["codegen"] = document.codegen
     if document.settings.outputs is not Outputs.HELD:
         options["outputs"] = document.settings.outputs.value
+    if document.settings.offload:
+        options["offload"] = document.settings.offload
     if document.settings.storage:
         options["storage"] = list(document.settings.storage)
     dynamic = ", dynamic=True" if document.settings.dynamic else ""

@@ -135,6 +135,7 @@ class Tracer:
                 "codegen": codegen,
                 "device_profile": settings.profile,
                 "keep_below": settings.keep_below,
+                "offload": settings.offload,
                 "outputs": settings.outputs,
                 "pack": settings.pack,
                 "solver": settings.solver,

@@ -127,6 +127,9 @@ class OfferForm(Struct, kw_only=True, forbid_unknown_fields=True):
     value: Count
     barred: list[Count] = []
     error: str = ""
+    fetch: Count | None = None
+    late_us: Amount = 0.0
+    stored_after: Count | None = None
 
 
 class ProblemForm(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -171,6 +174,7 @@ class SettingsForm(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True
     dtype: Literal["bf16", "fp16", "fp32", "fp64"] | None = None
     dynamic: bool = False
     keep_below: Count | None = None
+    offload: bool | Positive = False
     outputs: Outputs = Outputs.HELD
     pack: bool = True
     profile: str | None = None

@@ -40,7 +40,7 @@ from dyngran.passes.problem import Kind, Op, Problem, Value
 
 MAX_FILE_BYTES = 64 * 2**20  # a graph of 10,000 ops takes 4 MB
 BOUND_TOLERANCE = 1e-6  # of the time: bound and time are sums of the same floats in another order
-APPLICABLE = (Action.KEEP, Action.RECOMPUTE, Action.PACK, Action.NARROW)  # what this version carries out; the schema holds every action
+APPLICABLE = (Action.KEEP, Action.RECOMPUTE, Action.PACK, Action.NARROW, Action.OFFLOAD)  # what this version carries out; the schema holds every action
 SHOWN_CHARACTERS = 60
 
 _ROWS = ("breaks", "decisions", "forms", "frontier", "ops", "values")  # lists with a line for each entry
@@ -99,7 +99,7 @@ class Settings:
     Attributes:
         budget: as people write it; None: no limit. profile: the device of the table whose costs were used; None: costs were measured.
         batch, dtype, dynamic: what overrode the target's own inputs; None and False: nothing.
-        outputs, keep_below, pack, solver, storage: as the options of the backend.
+        outputs, keep_below, offload, pack, solver, storage: as the options of the backend.
     """
 
     batch: int | None = None
@@ -107,6 +107,7 @@ class Settings:
     dtype: str | None = None
     dynamic: bool = False
     keep_below: int | None = None
+    offload: bool | int = False
     outputs: Outputs = Outputs.HELD
     pack: bool = True
     profile: str | None = None

@@ -39,6 +39,7 @@ def settings_of(graph: PlannedGraph) -> Settings:
     return Settings(
         budget=None if options.budget is None else str(options.budget),
         keep_below=options.keep_below,
+        offload=options.offload,
         outputs=options.outputs,
         pack=options.pack,
         profile=options.device_profile,

@@ -61,7 +61,8 @@ struct GraphArrays {  // as passes/native/graph.py fills it
   const uint8_t* value_flags;   // 1 always kept, 2 output, 4 gradient, 8 tangent, 16 depends on a tangent, 32 never saved
   int32_t num_wanted, num_late_wanted;
   const int32_t *wanted, *late_wanted;
-  const int32_t *form_starts, *forms, *form_of, *loader, *barred_starts, *barred;
+  const int32_t *form_starts, *forms, *form_of, *loader, *barred_starts, *barred, *fetch, *fetched_starts, *fetched;
+  const double* late_us;
 };
 
 uint32_t dyngran_version() { return DYNGRAN_NATIVE_VERSION; }
@@ -111,6 +112,9 @@ Graph* dyngran_graph_new(const GraphArrays* from) {
   graph->forms = make_rows(num_values, from->form_starts, from->forms);
   graph->form_of.assign(from->form_of, from->form_of + num_values);
   graph->barred = make_rows(num_values, from->barred_starts, from->barred);
+  graph->fetch.assign(from->fetch, from->fetch + num_ops);
+  graph->fetched = make_rows(num_ops, from->fetched_starts, from->fetched);
+  graph->late_us.assign(from->late_us, from->late_us + num_ops);
   graph->loader.assign(from->loader, from->loader + num_values);
   graph->readers = find_readers(*graph);
   graph->neighbours = find_neighbours(*graph);

@@ -33,6 +33,9 @@ struct Graph {
   Rows readers;                                      // per value: ops that read it, each once
   Rows forms;                                        // per value: what may be saved in its stead, see Problem.forms; the first one counts
   std::vector<int32_t> form_of, loader;              // per value: what it is a stored form of, -1 if of none; the op that loads it then
+  std::vector<int32_t> fetch;                        // per op that loads: the backward op just before which it runs at the latest, or -1
+  std::vector<double> late_us;                       // per op that loads: how much longer it takes where it is needed before that one
+  Rows fetched;                                      // per backward op: stored forms of what is loaded just before it
   Rows barred;                                       // per stored form: ops that must not run again on what is loaded from it
   Rows neighbours;                                   // per value: operands of its producer, then results of its readers before backward
   int64_t tangent_bytes;

@@ -26,6 +26,7 @@ class _GraphArrays(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("num_wanted", "num_late_wanted")),
         *((name, ctypes.c_void_p) for name in ("wanted", "late_wanted")),
         *((name, ctypes.c_void_p) for name in ("form_starts", "forms", "form_of", "loader", "barred_starts", "barred")),
+        *((name, ctypes.c_void_p) for name in ("fetch", "fetched_starts", "fetched", "late_us")),
     )
 
 
@@ -149,6 +150,12 @@ class NativeGraph:
         forms: list[list[int]] = [[] for _ in values]
         for form in problem.forms:
             forms[form.value].append(form.stored)
+        fetch = {form.load: form.fetch for form in problem.forms if form.fetch is not None}
+        late_us = {form.load: form.late_us for form in problem.forms if form.fetch is not None}
+        fetched: list[list[int]] = [[] for _ in ops]
+        for form in problem.forms:
+            if form.fetch is not None:
+                fetched[form.fetch].append(form.stored)
         reads = self._rows([op.reads for op in ops])
         writes = self._rows([loads.get(op.index, op.writes) for op in ops])
         needs = self._rows([[read for read in op.reads if not given[read] and read not in late] for op in ops])
@@ -182,6 +189,9 @@ class NativeGraph:
             self._array("i", [problem.form_of[value].value if value in problem.form_of else -1 for value in range(len(values))]),
             self._array("i", [problem.form_of[value].load if value in problem.form_of else -1 for value in range(len(values))]),
             *self._rows([sorted(problem.form_of[value].barred) if value in problem.form_of else () for value in range(len(values))]),
+            self._array("i", [fetch.get(op.index, -1) for op in ops]),
+            *self._rows(fetched),
+            self._array("d", [late_us.get(op.index, 0.0) for op in ops]),
         )
         native = library()
         native.dyngran_graph_new.restype = ctypes.c_void_p

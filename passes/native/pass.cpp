@@ -9,6 +9,7 @@ Pass::Pass(const Graph& graph, bool is_backward, int num_segments, const std::ve
     : num_segments(num_segments),
       segments(num_segments),
       ran_in(graph.num_ops, -1),
+      is_late(graph.num_ops),
       graph_(graph),
       is_backward_(is_backward),
       crossing_(crossing),
@@ -114,8 +115,9 @@ void Pass::make_kernels(int number) {
   for (const int op : segment.ops) {
     const bool again = is_again(op);
     segment.num_again += again;
-    const double cost = graph_.fused && graph_.fusible[op] ? loop(op, segment) : external(op, segment);
+    double cost = graph_.fused && graph_.fusible[op] ? loop(op, segment) : external(op, segment);
     if (cost < 0) continue;  // no kernel of its own
+    if (is_late[op]) cost += graph_.late_us[op];
     segment.time_us += cost;
     if (again) segment.recompute_us += cost;
     segment.extra.back() += again ? graph_.rerun_workspace[op] : graph_.workspace[op];

@@ -82,6 +82,7 @@ class Pass {
   const int num_segments;
   std::vector<Segment> segments;
   std::vector<int32_t> ran_in;  // per op: the segment in which it runs, -1 if it does not
+  std::vector<uint8_t> is_late; // per op: it loads what is needed before it was to be fetched
   int64_t idle_bytes = 0;       // of crossing values that no kernel of this pass touches and that die
 
  private:

@@ -151,6 +151,13 @@ void Replay::change_maker(int value) {
   backward_.mark(backward_.ran_in[maker_[value]], kAll);
   backward_.mark_readers(value, kAll);
   backward_.forget(value);
+  for (auto form = graph_.forms.begin(value); form != graph_.forms.end(value); ++form) mark_fetch(graph_.loader[*form], Pass::kSchedule);
+}
+
+// The segment in which something is to be fetched has to look again whether it still is, or is needed earlier.
+void Replay::mark_fetch(int load, int marks, int after) {
+  const int fetch = graph_.fetch[load];
+  if (fetch >= 0 && backward_.ran_in[fetch] > after) backward_.mark(backward_.ran_in[fetch], marks);
 }
 
 // FREE ops that forward runs because a saved value needs them.
@@ -195,6 +202,7 @@ void Replay::find_early() {
 void Replay::leave(Pass& pass, int op, int marks) {
   const int segment = pass.ran_in[op];
   pass.ran_in[op] = -1;
+  if (&pass == &backward_) mark_fetch(op, marks & Pass::kSchedule, segment);
   for (auto write = graph_.writes.begin(op); write != graph_.writes.end(op); ++write) {
     if (pass.is_made_by_another(*write, op)) continue;
     pass.forget(*write);
@@ -228,6 +236,8 @@ void Replay::schedule_backward(int segment) {
   for (int at = backward_starts_[segment]; at < backward_starts_[segment + 1]; ++at) {
     const int op = graph_.backward_ops[at];
     bring(graph_.needs.begin(op), graph_.needs.end(op), segment);
+    for (auto stored = graph_.fetched.begin(op); stored != graph_.fetched.end(op); ++stored)
+      if (crossing_[*stored]) bring(&graph_.form_of[*stored], &graph_.form_of[*stored] + 1, segment, true);
     ops.push_back(op);
   }
   if (segment + 1 == backward_.num_segments)
@@ -242,7 +252,7 @@ void Replay::schedule_backward(int segment) {
 }
 
 // Appends what is missing of the values that an op reads, in the graph's order.
-void Replay::bring(const int32_t* begin, const int32_t* end, int segment) {
+void Replay::bring(const int32_t* begin, const int32_t* end, int segment, bool is_fetch) {
   stack_.clear();
   for (auto p = begin; p != end; ++p)
     if (!is_available(*p, segment)) stack_.push_back(*p);
@@ -262,6 +272,11 @@ void Replay::bring(const int32_t* begin, const int32_t* end, int segment) {
   for (const int op : missing_) {
     queued_[op] = 0;
     ops.push_back(op);
+    const bool is_late = graph_.late_us[op] > 0 && !is_fetch;
+    if (bool(backward_.is_late[op]) != is_late) {
+      backward_.is_late[op] = is_late;
+      backward_.mark(segment, Pass::kKernels);
+    }
     if (backward_.ran_in[op] > segment) {  // it was made later
       backward_.mark(backward_.ran_in[op], Pass::kSchedule);
       leave(backward_, op, Pass::kGroups | Pass::kKernels);

@@ -32,11 +32,12 @@ class Replay {
  private:
   void flip(int value);
   void change_maker(int value);
+  void mark_fetch(int load, int marks, int after = -1);
   void begin_again();
   void find_early();
   void schedule_forward(int segment);
   void schedule_backward(int segment);
-  void bring(const int32_t* begin, const int32_t* end, int segment);
+  void bring(const int32_t* begin, const int32_t* end, int segment, bool is_fetch = false);
   bool is_available(int value, int segment) const;
   void leave(Pass& pass, int op, int marks);
   Outcome count_bytes();

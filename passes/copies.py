@@ -1,0 +1,212 @@
+"""When values are copied to host memory and back: slots on the link between the two, beside the kernels of a step.
+
+Each direction of the link carries one copy at a time. A value's copy starts once the value has been made and ends before forward does; the
+copy back ends before the first op of backward that may want it. Times are those of the step that saves everything: a step that recomputes
+takes longer, so its copies have more time. Values that take longest to make again for their bytes choose first, and each takes the first
+free slot after it was made and the last free one before it is wanted, or none. Whoever offloads only some of them meets every slot as well.
+
+Method: list scheduling on two machines with release and due dates, the order of the values by the ratio rule of knapsacks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from dyngran.passes.problem import Problem, Side
+from dyngran.passes.regions import find_crossings, find_separators
+from dyngran.passes.simulate import Simulator
+
+SHARE = 0.9  # of the link's measured speed that slots are made for: copies and kernels disturb each other a little
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLink:
+    """Copies between device memory and pinned host memory: bytes per microsecond in each direction, and what a copy takes besides (us)."""
+
+    to_host_bytes_per_us: float
+    to_device_bytes_per_us: float
+    latency_us: float
+    source: str
+
+    def to_host_us(self, num_bytes: int) -> float:
+        return self.latency_us + num_bytes / (SHARE * self.to_host_bytes_per_us)
+
+    def to_device_us(self, num_bytes: int) -> float:
+        return self.latency_us + num_bytes / (SHARE * self.to_device_bytes_per_us)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """A value's way to host memory and back.
+
+    Attributes:
+        start: the op after which the copy starts; the one that makes the value, or a later one while the link is busy.
+        done: the op after which it has arrived: the value is held until then.
+        fetch: the backward op before which the copy back starts.
+        late_us: how long the step waits where the value is wanted before that.
+    """
+
+    value: int
+    start: int
+    done: int
+    fetch: int
+    late_us: float
+
+
+def plan_copies(
+    problem: Problem, values: Iterable[int], link: HostLink, *, size_bytes: Callable[[int], int], limit_bytes: int
+) -> list[Copy]:
+    """Copies of those of ``values`` for which there is time, in the order of their start. ``size_bytes`` of a value are what it takes of the
+    host's memory: all together at most ``limit_bytes``.
+
+    ``problem`` has no forms. Values that no op of forward makes, and those that backward never reads, are left out.
+    """
+    clock = _Clock(problem)
+    wanted = _first_use(problem, clock)
+    cost_us = _cost_of_another(problem)
+    ranked = sorted(
+        (value for value in values if wanted[value] is not None and problem.values[value].size_bytes),
+        key=lambda value: (-cost_us[value] / problem.values[value].size_bytes, value),
+    )
+    out, back = _Link(0.0, clock.forward_us), _Link(0.0, clock.backward_us)
+    left, copies = limit_bytes, []
+    for value in ranked:
+        moved_bytes, producer, first_use = problem.values[value].size_bytes, problem.values[value].producer, wanted[value]
+        assert producer is not None and first_use is not None
+        if size_bytes(value) > left:
+            continue
+        out_us, back_us = link.to_host_us(moved_bytes), link.to_device_us(moved_bytes)
+        begin, end = out.first_after(clock.made_at(producer), out_us), back.last_before(clock.wanted_at(first_use), back_us)
+        if begin is None or end is None:
+            continue
+        start, done = max(producer, clock.last_done(begin)), clock.first_done(begin + out_us)
+        if done is None:
+            continue
+        out.take(begin, begin + out_us)
+        back.take(end - back_us, end)
+        left -= size_bytes(value)
+        copies.append(Copy(value=value, start=start, done=max(done, start), fetch=clock.last_begun(end - back_us), late_us=back_us))
+    return sorted(copies, key=lambda copy: (copy.start, copy.done, copy.value))
+
+
+class _Clock:
+    """When ops run in the step that saves everything: us from the start of forward, and from the start of backward."""
+
+    def __init__(self, problem: Problem) -> None:
+        simulator = Simulator(problem)
+        replay = simulator.replay(simulator.default_saved)
+        self._late = [op.index for op in problem.ops if op.side is Side.BACKWARD]
+        self._ops: list[int] = []
+        self._ends: list[float] = []
+        self.forward_us = 0.0
+        for kernel in replay.forward:
+            self.forward_us += kernel.cost_us
+            self._ops.append(kernel.op)
+            self._ends.append(self.forward_us)
+        begins: dict[int, float] = {}
+        self.backward_us = 0.0
+        for kernel in replay.backward:
+            begins.setdefault(kernel.op, self.backward_us)
+            self.backward_us += kernel.cost_us
+        begin = self.backward_us
+        self._begins = []
+        for op in reversed(self._late):  # what is inlined runs with the next kernel
+            begin = min(begin, begins.get(op, begin))
+            self._begins.append(begin)
+        self._begins.reverse()
+        self._place = {op: place for place, op in enumerate(self._late)}
+
+    def made_at(self, op: int) -> float:
+        """When an op of forward has run."""
+        place = bisect_left(self._ops, op)
+        return self._ends[place] if place < len(self._ends) else self.forward_us
+
+    def last_done(self, time_us: float) -> int:
+        """The last op of forward that has run by then; -1 if none has."""
+        place = bisect_right(self._ends, time_us)
+        return self._ops[place - 1] if place else -1
+
+    def first_done(self, time_us: float) -> int | None:
+        """The first op of forward that ends then or later; None if forward has ended."""
+        place = bisect_left(self._ends, time_us)
+        return self._ops[place] if place < len(self._ops) else None
+
+    def wanted_at(self, op: int) -> float:
+        """When an op of backward begins."""
+        return self._begins[self._place[op]]
+
+    def last_begun(self, time_us: float) -> int:
+        """The last op of backward that begins then or earlier."""
+        return self._late[max(0, bisect_right(self._begins, time_us) - 1)]
+
+
+class _Link:
+    """One direction of a link between two times: the slots taken, which do not overlap."""
+
+    def __init__(self, begin: float, end: float) -> None:
+        self._begin, self._end = begin, end
+        self._taken: list[tuple[float, float]] = []
+
+    def take(self, begin: float, end: float) -> None:
+        insort(self._taken, (begin, end))
+
+    def first_after(self, time: float, length: float) -> float | None:
+        """The earliest begin of a free slot of that length that does not begin before ``time``."""
+        begin = max(time, self._begin)
+        for one, other in self._taken:
+            if begin + length <= one:
+                break
+            begin = max(begin, other)
+        return begin if begin + length <= self._end else None
+
+    def last_before(self, time: float, length: float) -> float | None:
+        """The latest end of a free slot of that length that does not end after ``time``."""
+        end = min(time, self._end)
+        for one, other in reversed(self._taken):
+            if other <= end - length:
+                break
+            end = min(end, one)
+        return end if end - length >= self._begin else None
+
+
+def _first_use(problem: Problem, clock: _Clock) -> list[int | None]:
+    """Per value the first op of backward that may want it: that reads it, or something that is made of it without passing where few bytes
+    cross from one part of forward to the next (`find_separators`), or what cannot run again."""
+    crossings = find_crossings(problem)
+    separating = frozenset(value for boundary in find_separators(crossings) for value in crossings.at(boundary))
+    is_cut = bool(separating)
+    first: list[int | None] = [None] * len(problem.values)
+    late = {write for op in problem.ops if op.side is Side.BACKWARD for write in op.writes}
+
+    def note(value: int, op: int | None) -> None:
+        known = first[value]
+        if op is not None and (known is None or op < known):
+            first[value] = op
+
+    for op in reversed(problem.ops):
+        if op.side is Side.BACKWARD:
+            for read in op.reads:
+                if read not in late:
+                    note(read, op.index)
+    for op in reversed(problem.ops):
+        if op.side is Side.BACKWARD or op.pinned or not is_cut:
+            continue
+        ends = [end for write in op.writes if write not in separating and (end := first[write]) is not None]
+        for read in op.reads if ends else ():
+            note(read, min(ends))
+    return first
+
+
+def _cost_of_another(problem: Problem) -> Sequence[float]:
+    """Per value what making it again takes (us), with what it is made of as far as backward does not read that itself."""
+    read_late = {read for op in problem.ops if op.side is Side.BACKWARD for read in op.reads}
+    cost_us = [0.0] * len(problem.values)
+    for op in problem.ops:
+        if op.side is Side.BACKWARD:
+            continue
+        before = sum(cost_us[read] for read in op.reads if read not in read_late)
+        for write in op.writes:
+            cost_us[write] = op.cost_us + before
+    return cost_us
