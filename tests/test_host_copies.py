@@ -17,14 +17,18 @@ DELAY_CYCLES = 20_000_000  # some 10 ms of a card: a kernel that does not wait h
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
 
 
-def there_and_back(x: Tensor, *, waits: bool = True) -> Tensor:
-    """What comes back of ``x``, whose memory is overwritten as soon as the plan lets go of it."""
+def there_and_back(x: Tensor, *, leaves_out: str = "") -> Tensor:
+    """What comes back of ``x``, whose memory is overwritten as soon as the plan lets go of it; the memory that it comes back to is not
+    what it was in before."""
     host = ops.offload(x, list(x.stride()))
-    if waits:
+    if leaves_out != "offload_wait":
         ops.offload_wait(host, x)
     x.zero_()
+    if x.is_cuda:
+        torch.cuda.empty_cache()
+    torch.empty_like(x).fill_(1)  # this block is the next one's
     back: Tensor = ops.fetch(host, list(x.shape), list(x.stride()), x.device)
-    if waits:
+    if leaves_out != "fetch_wait":
         ops.fetch_wait(back)
     return back.clone()
 
@@ -87,7 +91,8 @@ def test_nothing_is_overwritten_or_read_before_its_copy_has_run(delayed: None) -
     x = torch.randn(1 << 20, device="cuda")
     want = x.clone()
     assert torch.equal(there_and_back(x), want)
-    assert not torch.equal(there_and_back(want.clone(), waits=False), want)  # so this would show it
+    for wait in ("offload_wait", "fetch_wait"):  # what no other test could tell from luck
+        assert not torch.equal(there_and_back(want.clone(), leaves_out=wait), want)
 
 
 @needs_card
