@@ -92,19 +92,25 @@ def plan_copies(
 
 
 class _Clock:
-    """When ops run in the step that saves everything: us from the start of forward, and from the start of backward."""
+    """When ops run in the step that saves everything: us from the start of forward, and from the start of backward.
+
+    Where ops fuse, only those that stay kernels of their own say when something happens: which loop an op becomes a part of, and where that
+    then stands, is the code generator's business.
+    """
 
     def __init__(self, problem: Problem) -> None:
         simulator = Simulator(problem)
         replay = simulator.replay(simulator.default_saved)
         self._late = [op.index for op in problem.ops if op.side is Side.BACKWARD]
-        self._ops: list[int] = []
-        self._ends: list[float] = []
+        is_place = [not (problem.fused and op.fusible) for op in problem.ops]
+        ends: list[tuple[int, float]] = []
         self.forward_us = 0.0
         for kernel in replay.forward:
             self.forward_us += kernel.cost_us
-            self._ops.append(kernel.op)
-            self._ends.append(self.forward_us)
+            ends.append((kernel.op, self.forward_us))
+        self._ops, self._ends = [op for op, _ in ends], [end for _, end in ends]
+        self._places = [op for op, _ in ends if is_place[op]]
+        self._place_ends = [end for op, end in ends if is_place[op]]
         begins: dict[int, float] = {}
         self.backward_us = 0.0
         for kernel in replay.backward:
@@ -117,6 +123,8 @@ class _Clock:
             self._begins.append(begin)
         self._begins.reverse()
         self._place = {op: place for place, op in enumerate(self._late)}
+        late_places = [(op, begin) for op, begin in zip(self._late, self._begins, strict=True) if is_place[op]]
+        self._late_places, self._place_begins = [op for op, _ in late_places], [begin for _, begin in late_places]
 
     def made_at(self, op: int) -> float:
         """When an op of forward has run."""
@@ -125,21 +133,22 @@ class _Clock:
 
     def last_done(self, time_us: float) -> int:
         """The last op of forward that has run by then; -1 if none has."""
-        place = bisect_right(self._ends, time_us)
-        return self._ops[place - 1] if place else -1
+        place = bisect_right(self._place_ends, time_us)
+        return self._places[place - 1] if place else -1
 
     def first_done(self, time_us: float) -> int | None:
         """The first op of forward that ends then or later; None if forward has ended."""
-        place = bisect_left(self._ends, time_us)
-        return self._ops[place] if place < len(self._ops) else None
+        place = bisect_left(self._place_ends, time_us)
+        return self._places[place] if place < len(self._places) else None
 
     def wanted_at(self, op: int) -> float:
         """When an op of backward begins."""
         return self._begins[self._place[op]]
 
     def last_begun(self, time_us: float) -> int:
-        """The last op of backward that begins then or earlier."""
-        return self._late[max(0, bisect_right(self._begins, time_us) - 1)]
+        """The last op of backward that begins then or earlier, else the first."""
+        place = bisect_right(self._place_begins, time_us)
+        return self._late_places[place - 1] if place else self._late[0]
 
 
 class _Link:
