@@ -56,7 +56,7 @@ def _store(captured: Captured, stored: Mapping[int, Codec], forward: fx.GraphMod
     """Let forms of saved values cross instead: stored as soon as they are made, loaded just before they are read, and copied to host memory
     and back where their codec says.
 
-    Raises GraphBroken if a value does not cross as it is, or is what the caller gets.
+    Raises GraphBroken if a value does not cross as it is.
     """
     ops = captured.problem.ops
     made = {node.name: node for node in forward.graph.nodes}
@@ -67,10 +67,11 @@ def _store(captured: Captured, stored: Mapping[int, Codec], forward: fx.GraphMod
         original = captured.nodes[value]
         assert original is not None
         name = original.name
-        places = [place for place, result in enumerate(results) if result is made.get(name)]
+        num_outputs = captured.joint.num_fwd_outputs  # among which it may be as well, to be copied into a buffer
+        places = [place for place, result in enumerate(results) if result is made.get(name) and place >= num_outputs]
         if not places and name not in given:
             continue  # extraction found that backward reads nothing of it
-        if name not in given or len(places) != 1 or places[0] < captured.joint.num_fwd_outputs:
+        if name not in given or len(places) != 1:
             raise GraphBroken(f"pass partition cannot store {name} as {codec.format}: it does not cross to backward by itself")
         if isinstance(codec, Offload):
             start, done = (_last_of(made, [op.name for op in ops[: after + 1]]) for after in (codec.start, codec.done))

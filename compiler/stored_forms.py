@@ -27,6 +27,8 @@ from dyngran.passes.plan import Action
 from dyngran.passes.problem import Op, Side
 from dyngran.passes.profile_cache import Measurement
 from dyngran.passes.signature import TensorSpec
+from dyngran.passes.simulate import Simulator
+from dyngran.passes.solvers.mincut import worth_keeping
 
 aten = torch.ops.aten
 
@@ -98,15 +100,16 @@ def find_forms(
     return _priced(captured, found, price, min_saved_bytes)
 
 
-def find_copies(captured: Captured, link: HostLink, limit_bytes: int) -> tuple[StoredForm, ...]:
-    """Values that may wait for backward in host memory, as far as the link has time for them and ``limit_bytes`` of page-locked memory last:
-    those of `MIN_COPIED_BYTES` at least that are whole blocks of memory."""
-    problem = captured.problem
-    values = [value for value in _Finder(captured).candidates() if problem.values[value].size_bytes >= MIN_COPIED_BYTES]
+def find_copies(captured: Captured, link: HostLink, *, first: Sequence[int] = (), limit_bytes: int) -> tuple[StoredForm, ...]:
+    """Values that may wait for backward in host memory, as far as the link has time and ``limit_bytes`` of page-locked memory last: whole
+    blocks of memory of `MIN_COPIED_BYTES` at least, those of ``first`` before others, which follow as they are worth keeping."""
+    problem, simulator = captured.problem, Simulator(captured.problem)
+    movable = {value for value in _Finder(captured).candidates() if problem.values[value].size_bytes >= MIN_COPIED_BYTES}
+    values = [value for value in dict.fromkeys((*first, *worth_keeping(simulator))) if value in movable]
     forms = []
-    for copy in plan_copies(problem, values, link, size_bytes=lambda value: host_bytes(problem.values[value].size_bytes), limit_bytes=limit_bytes):
-        moved_us = problem.launch_us + problem.values[copy.value].size_bytes / problem.bytes_per_us  # what it takes of the device's own bandwidth
-        transfer = Transfer(cost_us=moved_us, cost_source=link.source)
+    on_host = {value: host_bytes(problem.values[value].size_bytes) for value in values}
+    for copy in plan_copies(simulator, values, link, host_bytes=on_host, limit_bytes=limit_bytes):
+        transfer = Transfer(cost_us=problem.launch_us, cost_source=link.source)  # nothing slows down beside a copy that could be measured
         offer = Offer(
             value=copy.value,
             action=Action.OFFLOAD,

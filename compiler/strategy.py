@@ -20,7 +20,7 @@ from dyngran.compiler.host_memory import NO_LINK_NOTE, host_limit_bytes, host_li
 from dyngran.compiler.options import Codegen, Options, Outputs, PlanMismatchPolicy
 from dyngran.compiler.order_rules import order_rules
 from dyngran.compiler.partition import check_runnable
-from dyngran.compiler.plans.applied_plan import REMEDY, AppliedPlan, apply_document
+from dyngran.compiler.plans.applied_plan import REMEDY, AppliedPlan, apply_document, values_on_host
 from dyngran.compiler.plans.planfile import PlanDocument, check_applicable, for_problem, load_plan, saved_for_problem
 from dyngran.compiler.prepare import prepare
 from dyngran.compiler.pricing import device_spec, price_nodes, workspace_meter
@@ -191,7 +191,8 @@ class Strategy:
         forms = find_forms(bare_captured, options.storage, price, pack=options.pack)
         link = host_link(device, options, spec) if options.offload else None
         if link is not None:
-            forms += find_copies(bare_captured, link, host_limit_bytes(options))
+            first = () if options.plan is None else values_on_host(load_plan(options.plan), bare, mark)
+            forms += find_copies(bare_captured, link, first=first, limit_bytes=host_limit_bytes(options))
         return cls(captured, options, mark, bare=bare, forms=forms, is_offline=is_offline)
 
     def measure_workspace(self, target: object, args: tuple[object, ...]) -> int | None:

@@ -1,9 +1,9 @@
 """Copies to host memory and back that run beside the kernels of a step.
 
-Formula: the identity. `offload` starts a copy of ``x`` into page-locked host memory, `offload_wait` is where the device has to have done it,
-and up to which whoever calls keeps ``x`` alive and unchanged; `fetch` starts the copy back, `fetch_wait` is where its result may be read. Each
-direction has a stream of its own on each device, which begins a copy once what the current stream was given before has run. Nothing waits on
-the host.
+Formula: the identity. `offload` starts a copy of ``x`` into page-locked host memory; `offload_wait` is where the device has to have done
+it, and up to which whoever calls keeps ``x`` alive and unchanged. `fetch` starts the copy back; `fetch_wait` is where its result may be
+read. Each direction has a stream of its own on each device, which begins a copy once what the current stream was given before has run.
+Nothing waits on the host.
 
 On a CPU the memory of host and device is one: the copies are made at once, into memory that torch's allocator does not count.
 
@@ -88,7 +88,7 @@ def _page_locked(values: Tensor) -> Tensor:
 
 def _start(target: Tensor, source: Tensor, *, to_host: bool) -> None:
     device = source.device if to_host else target.device
-    stream, event = _stream(device, to_host=to_host), torch.cuda.Event()
+    stream, event = _stream(device, to_host=to_host), torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
     stream.wait_stream(torch.cuda.current_stream(device))
     _copy(target, source, stream)
     event.record(stream)
@@ -112,4 +112,4 @@ def _wait(target: Tensor, device: torch.device, *, to_host: bool) -> None:
 
 
 def _stream(device: torch.device, *, to_host: bool) -> torch.cuda.Stream:
-    return _streams.get((device, to_host)) or _streams.setdefault((device, to_host), torch.cuda.Stream(device))
+    return _streams.get((device, to_host)) or _streams.setdefault((device, to_host), torch.cuda.Stream(device))  # type: ignore[no-untyped-call]  # torch gives it no types

@@ -2,23 +2,23 @@
 
 Each direction of the link carries one copy at a time. A value's copy starts once the value has been made and ends before forward does; the
 copy back ends before the first op of backward that may want it. Times are those of the step that saves everything: a step that recomputes
-takes longer, so its copies have more time. Values that take longest to make again for their bytes choose first, and each takes the first
-free slot after it was made and the last free one before it is wanted, or none. Whoever offloads only some of them meets every slot as well.
+takes longer, so its copies have more time. Values choose one after the other, and each takes the first free slot after it was made and the
+last free one before it is wanted, or none. Whoever offloads only some of them meets every slot as well.
 
-Method: list scheduling on two machines with release and due dates, the order of the values by the ratio rule of knapsacks.
+Method: list scheduling on two machines with release and due dates.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from dyngran.passes.problem import Problem, Side
-from dyngran.passes.regions import find_crossings, find_separators
+from dyngran.passes.regions import separating_values
 from dyngran.passes.simulate import Simulator
 
-SHARE = 0.9  # of the link's measured speed that slots are made for: copies and kernels disturb each other a little
+SHARE = 0.95  # of the link's measured speed that slots are made for: copies and kernels disturb each other a little
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,27 +55,21 @@ class Copy:
     late_us: float
 
 
-def plan_copies(
-    problem: Problem, values: Iterable[int], link: HostLink, *, size_bytes: Callable[[int], int], limit_bytes: int
-) -> list[Copy]:
-    """Copies of those of ``values`` for which there is time, in the order of their start. ``size_bytes`` of a value are what it takes of the
-    host's memory: all together at most ``limit_bytes``.
+def plan_copies(simulator: Simulator, values: Iterable[int], link: HostLink, *, host_bytes: Mapping[int, int], limit_bytes: int) -> list[Copy]:
+    """Copies of those of ``values`` for which there is time, in the order of their start; the first to choose comes first in ``values``.
+    ``host_bytes``: what each takes of the host's memory, all together at most ``limit_bytes``.
 
-    ``problem`` has no forms. Values that no op of forward makes, and those that backward never reads, are left out.
+    The problem has no forms, and some op of forward makes each of the values. Those that backward never reads are left out.
     """
-    clock = _Clock(problem)
-    wanted = _first_use(problem, clock)
-    cost_us = _cost_of_another(problem)
-    ranked = sorted(
-        (value for value in values if wanted[value] is not None and problem.values[value].size_bytes),
-        key=lambda value: (-cost_us[value] / problem.values[value].size_bytes, value),
-    )
+    problem = simulator.problem
+    clock = _Clock(simulator)
+    wanted = _first_use(problem)
     out, back = _Link(0.0, clock.forward_us), _Link(0.0, clock.backward_us)
     left, copies = limit_bytes, []
-    for value in ranked:
+    for value in values:
         moved_bytes, producer, first_use = problem.values[value].size_bytes, problem.values[value].producer, wanted[value]
-        assert producer is not None and first_use is not None
-        if size_bytes(value) > left:
+        assert producer is not None
+        if first_use is None or host_bytes[value] > left:
             continue
         out_us, back_us = link.to_host_us(moved_bytes), link.to_device_us(moved_bytes)
         begin, end = out.first_after(clock.made_at(producer), out_us), back.last_before(clock.wanted_at(first_use), back_us)
@@ -86,7 +80,7 @@ def plan_copies(
             continue
         out.take(begin, begin + out_us)
         back.take(end - back_us, end)
-        left -= size_bytes(value)
+        left -= host_bytes[value]
         copies.append(Copy(value=value, start=start, done=max(done, start), fetch=clock.last_begun(end - back_us), late_us=back_us))
     return sorted(copies, key=lambda copy: (copy.start, copy.done, copy.value))
 
@@ -98,8 +92,8 @@ class _Clock:
     then stands, is the code generator's business.
     """
 
-    def __init__(self, problem: Problem) -> None:
-        simulator = Simulator(problem)
+    def __init__(self, simulator: Simulator) -> None:
+        problem = simulator.problem
         replay = simulator.replay(simulator.default_saved)
         self._late = [op.index for op in problem.ops if op.side is Side.BACKWARD]
         is_place = [not (problem.fused and op.fusible) for op in problem.ops]
@@ -180,11 +174,10 @@ class _Link:
         return end if end - length >= self._begin else None
 
 
-def _first_use(problem: Problem, clock: _Clock) -> list[int | None]:
+def _first_use(problem: Problem) -> list[int | None]:
     """Per value the first op of backward that may want it: that reads it, or something that is made of it without passing where few bytes
     cross from one part of forward to the next (`find_separators`), or what cannot run again."""
-    crossings = find_crossings(problem)
-    separating = frozenset(value for boundary in find_separators(crossings) for value in crossings.at(boundary))
+    separating = separating_values(problem)
     is_cut = bool(separating)
     first: list[int | None] = [None] * len(problem.values)
     late = {write for op in problem.ops if op.side is Side.BACKWARD for write in op.writes}
@@ -206,16 +199,3 @@ def _first_use(problem: Problem, clock: _Clock) -> list[int | None]:
         for read in op.reads if ends else ():
             note(read, min(ends))
     return first
-
-
-def _cost_of_another(problem: Problem) -> Sequence[float]:
-    """Per value what making it again takes (us), with what it is made of as far as backward does not read that itself."""
-    read_late = {read for op in problem.ops if op.side is Side.BACKWARD for read in op.reads}
-    cost_us = [0.0] * len(problem.values)
-    for op in problem.ops:
-        if op.side is Side.BACKWARD:
-            continue
-        before = sum(cost_us[read] for read in op.reads if read not in read_late)
-        for write in op.writes:
-            cost_us[write] = op.cost_us + before
-    return cost_us

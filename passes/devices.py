@@ -1,9 +1,10 @@
 """A small table of devices, so that a plan for an H100 can be made on a laptop.
 
 Sources: the vendors' datasheets for dense (not sparse) tensor throughput and memory bandwidth: NVIDIA H100, H200, A100, L4, L40S and
-V100 datasheets (the link is PCIe of their generation), the NVIDIA Ada GPU architecture whitepaper (RTX 4090), the AMD Instinct MI300X datasheet; memory as the driver
-reports it. The shares of those peaks that large kernels reach are ours: 650 of 989 bf16 TFLOP/s and 3.0 of 3.35 TB/s on H100
-were met when the project was planned (`planning-notes.md`, section 2). ``cpu`` is a placeholder: `passes/host.py` measures the real one.
+V100 datasheets (the link to the host is PCIe of their generation), the NVIDIA Ada GPU architecture whitepaper (RTX 4090), the AMD
+Instinct MI300X datasheet; memory as the driver reports it. The shares of those peaks that large kernels reach are ours: 650 of 989 bf16
+TFLOP/s and 3.0 of 3.35 TB/s on H100 were met when the project was planned (`planning-notes.md`, section 2), 55 of 64 GB/s of the link on
+an H200. ``cpu`` is a placeholder: `passes/host.py` measures the real one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dyngran.passes.errors import InvalidOption
 
 MIB = 2**20
 PCIE3, PCIE4, PCIE5 = 16e9, 32e9, 64e9  # bytes per second of 16 lanes, one direction
-LINK_SHARE = 0.8
+LINK_SHARE = 0.85
 CUDA_BLOCK_BYTES = 512  # the caching allocator rounds every request up to a multiple, and
 CUDA_UNSPLIT_BYTES = 2**20  # gives a free block whole, and counts it so, if no more than this of it would be left over
 

@@ -34,8 +34,8 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """One way to store ``value`` in ``size_bytes``; `Form` says what the other fields mean. ``stored_after``: the op after which it has been
-    stored, and up to which the value is held; None: the one that makes it."""
+    """One way to store ``value`` in ``size_bytes``; `Form` says what the other fields mean. ``stored_after``: the op after which it has
+    been stored, and up to which the value is held; None: the one that makes it."""
 
     value: int
     action: Action
@@ -61,8 +61,8 @@ def with_forms(problem: Problem, offers: Sequence[Offer]) -> Problem:
     made_by, stored_by = [_producer_of(problem, offer) for offer in offers], [_stored_by(problem, offer) for offer in offers]
     following: dict[int, list[int]] = defaultdict(list)
     for place in range(len(offers)):
-        for op in {made_by[place], stored_by[place]}:
-            following[op].append(place)
+        for after in {made_by[place], stored_by[place]}:
+            following[after].append(place)
     ops: list[Op] = []
     moved_to: list[int] = []
     stores, loads = [0] * len(offers), [0] * len(offers)

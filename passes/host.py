@@ -72,18 +72,18 @@ def measure_card_spec(device: torch.device, cache: ProfileCache | None = None) -
 
 
 def measure_link(device: torch.device, cache: ProfileCache | None = None) -> HostLink:
-    """Copies between a CUDA card and page-locked host memory: the best of three of 64 MiB in each direction, and of 1 KiB."""
+    """Copies between a CUDA card and page-locked host memory: the best of three of 64 MiB in each direction."""
     store, settings = cache if cache is not None else ProfileCache.default(), device_settings(device)
-    small_us, *large_us = (
-        _remembered(store, settings, f"link: {size_bytes} bytes {way}", partial(_link_us, device, size_bytes, way == "to host"))
-        for size_bytes, way in ((1024, "to host"), (CARD_COPY_BYTES, "to host"), (CARD_COPY_BYTES, "to device"))
+    to_host, to_device = (
+        CARD_COPY_BYTES / _remembered(store, settings, f"link: copy {way}", partial(_link_us, device, is_to_host))
+        for way, is_to_host in (("to host", True), ("to device", False))
     )
-    to_host, to_device = (CARD_COPY_BYTES / max(us - small_us, 1e-3) for us in large_us)
-    return HostLink(to_host_bytes_per_us=to_host, to_device_bytes_per_us=to_device, latency_us=small_us, source="measured")
+    return HostLink(to_host_bytes_per_us=to_host, to_device_bytes_per_us=to_device, latency_us=LINK_LATENCY_US, source="measured")
 
 
-def _link_us(device: torch.device, size_bytes: int, to_host: bool) -> float:
-    there, here = torch.ones(size_bytes, dtype=torch.uint8, device=device), torch.ones(size_bytes, dtype=torch.uint8, pin_memory=True)
+def _link_us(device: torch.device, to_host: bool) -> float:
+    there = torch.ones(CARD_COPY_BYTES, dtype=torch.uint8, device=device)
+    here = torch.ones(CARD_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     target, source = (here, there) if to_host else (there, here)
     return _best_us(lambda: target.copy_(source, non_blocking=True), lambda: torch.cuda.synchronize(device))
 
@@ -99,7 +99,8 @@ def link_of(spec: DeviceSpec) -> HostLink | None:
 def available_host_bytes() -> int:
     """What this process may still take of the host's memory: what the system has, and what its control group leaves it."""
     with suppress(OSError):
-        limits = [int(line.split()[1]) * 1024 for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:")]
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        limits = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
         for most, used in _CONTROL_GROUPS:
             with suppress(OSError, ValueError):  # no such control group, or "max"
                 limits.append(max(0, int(Path(most).read_text()) - int(Path(used).read_text())))

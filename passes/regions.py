@@ -75,6 +75,12 @@ def find_separators(crossings: Crossings, *, rise: float = RISE) -> tuple[int, .
     return tuple(found)
 
 
+def separating_values(problem: Problem) -> frozenset[int]:
+    """What crosses the boundaries of `find_separators`."""
+    crossings = find_crossings(problem)
+    return frozenset(value for boundary in find_separators(crossings) for value in crossings.at(boundary))
+
+
 def label_boundaries(problem: Problem, crossings: Crossings) -> tuple[int, ...]:
     """Boundaries where the ops' region label changes for good: what a person's module structure says."""
     labels = [problem.ops[index].region for index in crossings.ops]

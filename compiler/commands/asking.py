@@ -90,22 +90,29 @@ def settings_from(options: argparse.Namespace, *, budget: str | None, batch: int
     keep_below = None if options.keep_below is None else parse_bytes(options.keep_below)
     if options.keep_below is not None and keep_below is None:
         raise InvalidOption(f"--keep-below {options.keep_below!r} is no size: write 64KiB or 1MB, say.")
-    offload = bool(parse_bytes(options.offload)) and parse_bytes(options.offload) if options.offload else options.offload is not None
-    if options.offload and not offload:
-        raise InvalidOption(f"--offload {options.offload!r} is no size: write 32GiB, say, or --offload alone.")
     return Settings(
         batch=batch,
         budget=None if budget is None else str(Budget.parse(budget, source="--budget")),
         dtype=options.dtype,
         dynamic=options.dynamic,
         keep_below=keep_below,
-        offload=offload,
+        offload=_offload(options.offload),
         outputs=Outputs(options.outputs),
         pack=not options.no_pack,
         profile=_profile(options.device, measures=options.profile),
         solver=options.solver,
         storage=tuple(name for name in LOSSY if name in options.storage),
     )
+
+
+def _offload(text: str | None) -> bool | int:
+    """``--offload`` alone, with a size, or left out."""
+    if not text:
+        return text is not None
+    num_bytes = parse_bytes(text)
+    if not num_bytes:
+        raise InvalidOption(f"--offload {text!r} is no size: write 32GiB, say, or --offload alone.")
+    return num_bytes
 
 
 def _profile(device: str | None, *, measures: bool) -> str | None:

@@ -18,7 +18,7 @@ from dyngran.passes.correspondence import Correspondence, correspondence
 from dyngran.passes.errors import PlanMismatch, format_bytes
 from dyngran.passes.forms import crossing_values, without_forms
 from dyngran.passes.isomorphism import Isomorphism, isomorphism
-from dyngran.passes.plan import Schedule
+from dyngran.passes.plan import Action, Schedule
 from dyngran.passes.problem import Problem
 from dyngran.passes.simulate import Simulator
 
@@ -86,6 +86,18 @@ def apply_document(
         *(f"differs from the plan file: {sentence}" for sentence in found.mismatches),
     )
     return AppliedPlan(stored=stored, saved=frozenset(saved), schedule=None, share=found.share, is_unchanged=False, notes=notes)
+
+
+def values_on_host(document: PlanDocument, problem: Problem, mark: str) -> list[int]:
+    """What the plans for a graph (``mark``: its fingerprint) keep in host memory, in the graph's numbers: so that the link has time for
+    these, if for any."""
+    found: dict[int, None] = {}
+    for stored in document.graphs:
+        forms = [form for form in stored.problem.forms if form.action is Action.OFFLOAD and form.stored in stored.plan.saved]
+        same = isomorphism(without_forms(stored.problem), without_forms(problem)) if forms and stored.fingerprint == mark else None
+        if same is not None:
+            found.update((same.values[form.value], None) for form in sorted(forms, key=lambda form: form.store))
+    return list(found)
 
 
 def _mapped(stored: GraphPlan, found: Isomorphism, problem: Problem, source: str | PathLike[str]) -> tuple[frozenset[int], Schedule | None]:

@@ -40,7 +40,7 @@ from dyngran.passes.problem import Kind, Op, Problem, Value
 
 MAX_FILE_BYTES = 64 * 2**20  # a graph of 10,000 ops takes 4 MB
 BOUND_TOLERANCE = 1e-6  # of the time: bound and time are sums of the same floats in another order
-APPLICABLE = (Action.KEEP, Action.RECOMPUTE, Action.PACK, Action.NARROW, Action.OFFLOAD)  # what this version carries out; the schema holds every action
+APPLICABLE = tuple(action for action in Action if action is not Action.SLICE)  # what this version carries out; the schema holds every one
 SHOWN_CHARACTERS = 60
 
 _ROWS = ("breaks", "decisions", "forms", "frontier", "ops", "values")  # lists with a line for each entry
@@ -500,7 +500,7 @@ def _check_decisions(plan: Plan, problem: Problem, where: str) -> None:
             raise PlanFileError(f"{where}: {_named(decision)} is kept by its decision, and is not in field 'saved'.")
         if decision.action is Action.RECOMPUTE and (is_saved or stored):
             raise PlanFileError(f"{where}: {_named(decision)} is in field 'saved', and its decision is to recompute it.")
-        if decision.action in (Action.PACK, Action.NARROW):
+        if decision.action in (Action.PACK, Action.NARROW, Action.OFFLOAD):
             if [(form.action, form.format) for form in stored] != [(decision.action, decision.format)]:
                 raise PlanFileError(
                     f"{where}: {_named(decision)} is decided to be stored as {_shown(decision.format)}, and 'saved' has no such form."

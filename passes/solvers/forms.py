@@ -9,10 +9,11 @@ value there like any other.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dyngran.passes.classes import value_classes
+from dyngran.passes.plan import Action
 from dyngran.passes.problem import Form
 from dyngran.passes.simulate import Simulator
 
@@ -31,6 +32,14 @@ def propose(simulator: Simulator, starts: Sequence[frozenset[int]]) -> Iterator[
     kinds = _kinds(simulator)
     for start in starts:
         yield from _on_the_way(simulator, start, kinds)
+
+
+def offloaded(simulator: Simulator, starts: Iterable[frozenset[int]]) -> Iterator[frozenset[int]]:
+    """Each saved set of ``starts`` with everything in host memory that may be there: copies beside kernels cost next to nothing, so what
+    has more bytes to spend on what it keeps is faster."""
+    offers = [form for form in simulator.problem.forms if form.action is Action.OFFLOAD]
+    for start in starts if offers else ():
+        yield _changed(start, [form for form in offers if form.value in start])
 
 
 def _kinds(simulator: Simulator) -> list[tuple[Form, ...]]:

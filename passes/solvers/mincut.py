@@ -36,6 +36,7 @@ it (4e-5 for 20,000 edges). No sum of flows exceeds ``SCALE`` by more than that.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
@@ -264,6 +265,15 @@ def sweeps(simulator: Simulator) -> Iterator[tuple[Cut, ...]]:
         terms = make_terms(simulator)
         for free in _free_sets(simulator):
             yield sweep(Network(simulator, terms.with_free(free)))
+
+
+def worth_keeping(simulator: Simulator) -> list[int]:
+    """Values that some cut saves, those first that most cuts save: whatever a byte costs, plans keep them."""
+    counts: Counter[int] = Counter()
+    for cuts in sweeps(simulator):
+        for cut in cuts:
+            counts.update(cut.saved)
+    return sorted(counts, key=lambda value: (-counts[value], value))
 
 
 class Sweeps:

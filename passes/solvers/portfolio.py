@@ -199,6 +199,26 @@ class Planner:
                 self._search_widely()
 
     def _search_widely(self) -> None:
+        if self.problem.forms:
+            self._search_with_forms()
+        else:
+            self._search_plain()
+        if not self._stop:
+            self._say("polishing")
+            polish(self.judge, self._stop)
+
+    def _search_with_forms(self) -> None:
+        """On from all that is found without forms: whoever allows one more way to store values gets no slower plan for it."""
+        plain = Planner(self._bare.problem, progress=self._progress, max_seconds=self._max_seconds / 2)
+        for outcome in plain.frontier():
+            self.judge(outcome.saved, plain.finder_of(outcome))
+        self.truncated |= plain.truncated
+        self._once("forms", "forms", forms.propose(self.simulator, self._along_the_frontier(NUM_FORM_STARTS)))
+        self._once("regions", "hierarchical", self._by_regions("auto", None, guides=NUM_GUIDES))
+        found = [entry.outcome.saved for entry in self.judge.archive.frontier() if entry.outcome.schedule is None]
+        self._once("offload", "forms", forms.offloaded(self.simulator, found))
+
+    def _search_plain(self) -> None:
         num_ops = len(self.problem.ops)
         count = max(MIN_SEEDS, (SEED_WORK if num_ops <= LARGE else SEED_WORK_IF_LARGE) // max(1, num_ops))
         for name in ("region", "every", "sqrt", "selective"):
@@ -209,12 +229,7 @@ class Planner:
         self._once("mincut by rungs", "mincut", self._mincut_by_rungs())
         if len(self._bare.candidates) <= MAX_ILP_CANDIDATES:
             self._once("ilp seeds", "ilp", self._ilp_seeds())
-        if self.problem.forms:
-            self._once("forms", "forms", forms.propose(self.simulator, self._along_the_frontier(NUM_FORM_STARTS)))
         self._once("regions", "hierarchical", self._by_regions("auto", None, guides=NUM_GUIDES))
-        if not self._stop:
-            self._say("polishing")
-            polish(self.judge, self._stop)
 
     def _by_regions(self, who: str, budget_bytes: int | None, *, guides: int) -> Iterator[Proposal]:
         hierarchy = self._hierarchy_of(who, guides=guides)
