@@ -222,13 +222,13 @@ class Offload:
         """A node that waits until ``value`` has been stored; it is read up to there."""
         writer.call(torch.ops.dyngran.offload_wait.default, stored, value)
 
-    def load(self, writer: Writer, stored: fx.Node, like: torch.Tensor) -> fx.Node:
-        """The node that starts the copy back; nobody may read it before `loaded`."""
-        return writer.call(torch.ops.dyngran.fetch.default, stored, list(like.shape), list(like.stride()), like.device)
+    def load(self, writer: Writer, stored: fx.Node, like: torch.Tensor, after: fx.Node | None = None) -> fx.Node:
+        """The node that starts the copy back, once ``after`` has been made; nobody may read it before `loaded`."""
+        return writer.call(torch.ops.dyngran.fetch.default, stored, list(like.shape), list(like.stride()), like.device, after)
 
-    def loaded(self, writer: Writer, value: fx.Node) -> None:
-        """A node that waits until ``value`` has been loaded."""
-        writer.call(torch.ops.dyngran.fetch_wait.default, value)
+    def loaded(self, writer: Writer, value: fx.Node, after: fx.Node | None = None) -> None:
+        """A node that waits until ``value`` has been loaded, once ``after`` has been made."""
+        writer.call(torch.ops.dyngran.fetch_wait.default, value, after)
 
     def moved(self, num_ops: int) -> Offload:
         """For a graph with so many more ops before the others."""

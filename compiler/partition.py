@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,8 +12,11 @@ from torch import fx
 from dyngran.compiler import torch_private
 from dyngran.compiler.capture import Captured
 from dyngran.compiler.codecs import Codec, Offload, Writer
+from dyngran.compiler.loops import LoopKind, loop_kind
 from dyngran.compiler.order_rules import order_rules
+from dyngran.compiler.storages import aliased_argument
 from dyngran.compiler.unroll import unroll
+from dyngran.kernels.operators import NAMESPACE
 from dyngran.passes.errors import GraphBroken, InvalidOption
 from dyngran.passes.forms import loaded_name, stored_name
 from dyngran.passes.order_rules import check_order
@@ -77,7 +81,7 @@ def _store(captured: Captured, stored: Mapping[int, Codec], forward: fx.GraphMod
             start, done = (_last_of(made, [op.name for op in ops[: after + 1]]) for after in (codec.start, codec.done))
             results[places[0]] = _copy_out(codec, made[name], start, done)
             fetch = next((node for node in backward.graph.nodes if node.name == ops[codec.fetch].name), None)
-            _copy_back(codec, given[name], results[places[0]], fetch)
+            _copy_back(codec, given[name], results[places[0]], fetch, fused=captured.problem.fused)
             continue
         results[places[0]] = _stored(codec, made[name], fused=captured.problem.fused)
         _load(codec, given[name], results[places[0]], fused=captured.problem.fused)
@@ -110,21 +114,39 @@ def _copy_out(codec: Offload, value: fx.Node, start: fx.Node | None, done: fx.No
     return stored
 
 
-def _copy_back(codec: Offload, read: fx.Node, stored: fx.Node, fetch: fx.Node | None) -> None:
-    """Put what was copied to host memory in the place of an input of backward: fetched before ``fetch``, or before its first reader."""
+def _copy_back(codec: Offload, read: fx.Node, stored: fx.Node, fetch: fx.Node | None, *, fused: bool) -> None:
+    """Put what was copied to host memory in the place of an input of backward: fetched before ``fetch``, or before its first reader.
+
+    Where loops fuse, the fetch and its wait read what the last kernel before them made that does not: else a loop that reads the value
+    would become a part of an earlier one, take both along, and wait there for the whole copy.
+    """
     with read.graph.inserting_before(read):
         placeholder = read.graph.placeholder(stored.name)
     placeholder.meta = {**read.meta, **stored.meta}
     if read.users:
         like, first = read.meta["val"], min(read.users)
         writer = Writer(read.graph, like, fused=False, meta=_origin(read))
-        with read.graph.inserting_before(first if fetch is None else min(first, fetch)):
-            loaded = codec.load(writer, placeholder, like)
+        begin = first if fetch is None else min(first, fetch)
+        with read.graph.inserting_before(begin):
+            loaded = codec.load(writer, placeholder, like, _kernel_before(begin) if fused else None)
         loaded.name = loaded_name(read.name, codec.format)
         with read.graph.inserting_before(first):
-            codec.loaded(writer, loaded)
+            codec.loaded(writer, loaded, _kernel_before(first) if fused else None)
         read.replace_all_uses_with(loaded)
     read.graph.erase_node(read)
+
+
+def _kernel_before(node: fx.Node) -> fx.Node | None:
+    """A result of the last kernel before a node that does not fuse; None if there is none."""
+    before = node.prev
+    while before.op == "call_function":
+        made = before.all_input_nodes[0] if before.target is operator.getitem else before
+        is_operator = isinstance(made.target, torch._ops.OpOverload) and made.target.namespace != NAMESPACE
+        is_kernel = is_operator and loop_kind(made) is LoopKind.NONE and aliased_argument(before) is None
+        if is_kernel and torch_private.is_plain_fake(before.meta.get("val")):
+            return before
+        before = before.prev
+    return None
 
 
 def _load(codec: Codec, read: fx.Node, stored: fx.Node, *, fused: bool) -> None:

@@ -57,9 +57,12 @@ def offload_wait(host: Tensor, x: Tensor) -> None:
     _wait(host, x.device, to_host=True)
 
 
-def fetch(host: Tensor, size: Sequence[int], stride: Sequence[int], device: torch.device) -> Tensor:
-    """What `offload` stored, in a new tensor of the device in the layout ``stride``; not there yet. Raises ValueError if ``host`` does not
-    hold that many elements, or the layout is not dense."""
+def fetch(host: Tensor, size: Sequence[int], stride: Sequence[int], device: torch.device, after: Tensor | None = None) -> Tensor:
+    """What `offload` stored, in a new tensor of the device in the layout ``stride``; not there yet.
+
+    ``after`` is not looked at: whoever orders calls by what they read makes it before. Raises ValueError if ``host`` does not hold that
+    many elements, or the layout is not dense.
+    """
     check_dense(size, stride)
     result, line = new_in_layout(torch.empty(0, device=device), size, stride, host.dtype)
     if line.shape != host.shape:
@@ -71,8 +74,8 @@ def fetch(host: Tensor, size: Sequence[int], stride: Sequence[int], device: torc
     return result
 
 
-def fetch_wait(x: Tensor) -> None:
-    """Let the current stream wait until ``x``, made by `fetch`, is there."""
+def fetch_wait(x: Tensor, after: Tensor | None = None) -> None:
+    """Let the current stream wait until ``x``, made by `fetch`, is there. ``after``: as there."""
     _wait(x, x.device, to_host=False)
 
 

@@ -89,7 +89,7 @@ def _fake_offloaded(x: Tensor, stride: Sequence[int]) -> Tensor:
     return x.new_empty((x.numel(),), device="cpu")
 
 
-def _fake_fetched(host: Tensor, size: Sequence[int], stride: Sequence[int], device: torch.device) -> Tensor:
+def _fake_fetched(host: Tensor, size: Sequence[int], stride: Sequence[int], device: torch.device, after: Tensor | None = None) -> Tensor:
     return host.new_empty_strided(size, stride, device=device)
 
 
@@ -120,8 +120,10 @@ OPERATORS = (
     Operator("scatter_maps(Tensor base, Tensor part, Tensor index, int dim) -> Tensor", scatter_maps, _fake_scattered),
     Operator("offload(Tensor x, SymInt[] stride) -> Tensor", offload, _fake_offloaded, ON_HOST),
     Operator("offload_wait(Tensor(a!) host, Tensor x) -> ()", offload_wait, _nothing, ON_HOST),
-    Operator("fetch(Tensor host, SymInt[] size, SymInt[] stride, Device device) -> Tensor", fetch, _fake_fetched, ON_HOST),
-    Operator("fetch_wait(Tensor(a!) x) -> ()", fetch_wait, _nothing, ON_HOST),
+    Operator(
+        "fetch(Tensor host, SymInt[] size, SymInt[] stride, Device device, Tensor? after=None) -> Tensor", fetch, _fake_fetched, ON_HOST
+    ),
+    Operator("fetch_wait(Tensor(a!) x, Tensor? after=None) -> ()", fetch_wait, _nothing, ON_HOST),
 )
 
 _library: list[torch.library.Library] = []  # as long as it lives, so do the operators

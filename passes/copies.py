@@ -55,7 +55,9 @@ class Copy:
     late_us: float
 
 
-def plan_copies(simulator: Simulator, values: Iterable[int], link: HostLink, *, host_bytes: Mapping[int, int], limit_bytes: int) -> list[Copy]:
+def plan_copies(
+    simulator: Simulator, values: Iterable[int], link: HostLink, *, host_bytes: Mapping[int, int], limit_bytes: int
+) -> list[Copy]:
     """Copies of those of ``values`` for which there is time, in the order of their start; the first to choose comes first in ``values``.
     ``host_bytes``: what each takes of the host's memory, all together at most ``limit_bytes``.
 

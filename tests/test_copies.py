@@ -87,7 +87,7 @@ def test_a_slow_link_has_time_for_as_many_as_fit_beside_the_kernels() -> None:
     problem = chain(8)
     values = storable(problem)
     simulator = Simulator(problem)
-    plenty = {value: 8 for value in values}
+    plenty = dict.fromkeys(values, 8)
 
     def offered(speed: float, order: Sequence[int]) -> list[int]:
         return sorted(copy.value for copy in plan_copies(simulator, order, link_of(speed), host_bytes=plenty, limit_bytes=1000))
@@ -104,5 +104,5 @@ def test_a_slow_link_has_time_for_as_many_as_fit_beside_the_kernels() -> None:
 def test_the_host_s_memory_is_a_limit(limit: int) -> None:
     problem = chain(8)
     values = storable(problem)
-    copies = plan_copies(Simulator(problem), values, link_of(1000.0), host_bytes={value: 8 for value in values}, limit_bytes=limit)
+    copies = plan_copies(Simulator(problem), values, link_of(1000.0), host_bytes=dict.fromkeys(values, 8), limit_bytes=limit)
     assert len(copies) == limit // 8

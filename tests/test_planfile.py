@@ -536,7 +536,7 @@ def test_an_action_that_is_not_built_is_read_and_not_applied(is_saved: bool) -> 
     saved = PLAN.saved if is_saved else PLAN.saved - {1}
     document = with_plan(replace(PLAN, saved=saved, decisions=changed(0, action=Action.SLICE)))
     assert parse_plan(dump_plan(document), source="test") == document
-    with pytest.raises(PlanFileError, match=rf"'plan\.json': value 1 \(\"mm\"\) has action 'slice'.*only keep or rec"):
+    with pytest.raises(PlanFileError, match=r"'plan\.json': value 1 \(\"mm\"\) has action 'slice'.*only keep or rec"):
         check_applicable(document, codegen="eager", source="plan.json")
 
 
