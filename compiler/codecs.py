@@ -88,6 +88,11 @@ class Writer:
         return self.call(aten._to_copy.default, node, dtype=dtype)
 
 
+def origin(node: fx.Node) -> dict[str, Any]:
+    """Where a node is from, for people and profilers: the meta of what is written for it."""
+    return {name: node.meta[name] for name in ("nn_module_stack", "stack_trace", "seq_nr") if name in node.meta}
+
+
 @dataclass(frozen=True, slots=True)
 class Bits:
     """Boolean values, eight to a byte, in the order of memory."""

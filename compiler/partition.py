@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,12 +10,10 @@ from torch import fx
 
 from dyngran.compiler import torch_private
 from dyngran.compiler.capture import Captured
-from dyngran.compiler.codecs import Codec, Offload, Writer
-from dyngran.compiler.loops import LoopKind, loop_kind
+from dyngran.compiler.codecs import Codec, Offload, Writer, origin
+from dyngran.compiler.copy_nodes import CopyWriter
 from dyngran.compiler.order_rules import order_rules
-from dyngran.compiler.storages import aliased_argument
 from dyngran.compiler.unroll import unroll
-from dyngran.kernels.operators import NAMESPACE
 from dyngran.passes.errors import GraphBroken, InvalidOption
 from dyngran.passes.forms import loaded_name, stored_name
 from dyngran.passes.order_rules import check_order
@@ -62,11 +59,18 @@ def _store(captured: Captured, stored: Mapping[int, Codec], forward: fx.GraphMod
 
     Raises GraphBroken if a value does not cross as it is.
     """
-    ops = captured.problem.ops
     made = {node.name: node for node in forward.graph.nodes}
     given = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
     output = forward.graph.output_node()
     results: list[Any] = [*output.args[0]]  # type: ignore[misc]  # it returns a tuple
+    copies = CopyWriter(captured.problem, forward.graph, backward.graph)
+    copies.delay_readers(
+        [
+            given[node.name]
+            for value, codec in stored.items()
+            if isinstance(codec, Offload) and (node := captured.nodes[value]) and node.name in given
+        ]
+    )
     for value, codec in sorted(stored.items()):
         original = captured.nodes[value]
         assert original is not None
@@ -78,13 +82,11 @@ def _store(captured: Captured, stored: Mapping[int, Codec], forward: fx.GraphMod
         if name not in given or len(places) != 1:
             raise GraphBroken(f"pass partition cannot store {name} as {codec.format}: it does not cross to backward by itself")
         if isinstance(codec, Offload):
-            start, done = (_last_of(made, [op.name for op in ops[: after + 1]]) for after in (codec.start, codec.done))
-            results[places[0]] = _copy_out(codec, made[name], start, done)
-            fetch = next((node for node in backward.graph.nodes if node.name == ops[codec.fetch].name), None)
-            _copy_back(codec, given[name], results[places[0]], fetch, fused=captured.problem.fused)
-            continue
-        results[places[0]] = _stored(codec, made[name], fused=captured.problem.fused)
-        _load(codec, given[name], results[places[0]], fused=captured.problem.fused)
+            results[places[0]] = copies.out(codec, made[name])
+            copies.back(codec, given[name], results[places[0]])
+        else:
+            results[places[0]] = _stored(codec, made[name], fused=captured.problem.fused)
+            _load(codec, given[name], results[places[0]], fused=captured.problem.fused)
     output.args = (tuple(results),)
     for module in (forward, backward):
         module.recompile()
@@ -92,61 +94,9 @@ def _store(captured: Captured, stored: Mapping[int, Codec], forward: fx.GraphMod
 
 def _stored(codec: Codec, value: fx.Node, *, fused: bool) -> fx.Node:
     with value.graph.inserting_before(value.next):
-        stored = codec.store(Writer(value.graph, value.meta["val"], fused=fused, meta=_origin(value)), value)
+        stored = codec.store(Writer(value.graph, value.meta["val"], fused=fused, meta=origin(value)), value)
     stored.name = stored_name(value.name, codec.format)
     return stored
-
-
-def _last_of(made: Mapping[str, fx.Node], names: Sequence[str]) -> fx.Node | None:
-    """The last node of these names that there is."""
-    return next((made[name] for name in reversed(names) if name in made), None)
-
-
-def _copy_out(codec: Offload, value: fx.Node, start: fx.Node | None, done: fx.Node | None) -> fx.Node:
-    """Start to copy a value to host memory after ``start``, and hold it until after ``done``."""
-    writer = Writer(value.graph, value.meta["val"], fused=False, meta=_origin(value))
-    begin = value if start is None else max(value, start)
-    with value.graph.inserting_before(begin.next):
-        stored = codec.store(writer, value)
-    stored.name = stored_name(value.name, codec.format)
-    with value.graph.inserting_before(stored.next if done is None or done < stored else done.next):
-        codec.stored(writer, stored, value)
-    return stored
-
-
-def _copy_back(codec: Offload, read: fx.Node, stored: fx.Node, fetch: fx.Node | None, *, fused: bool) -> None:
-    """Put what was copied to host memory in the place of an input of backward: fetched before ``fetch``, or before its first reader.
-
-    Where loops fuse, the fetch and its wait read what the last kernel before them made that does not: else a loop that reads the value
-    would become a part of an earlier one, take both along, and wait there for the whole copy.
-    """
-    with read.graph.inserting_before(read):
-        placeholder = read.graph.placeholder(stored.name)
-    placeholder.meta = {**read.meta, **stored.meta}
-    if read.users:
-        like, first = read.meta["val"], min(read.users)
-        writer = Writer(read.graph, like, fused=False, meta=_origin(read))
-        begin = first if fetch is None else min(first, fetch)
-        with read.graph.inserting_before(begin):
-            loaded = codec.load(writer, placeholder, like, _kernel_before(begin) if fused else None)
-        loaded.name = loaded_name(read.name, codec.format)
-        with read.graph.inserting_before(first):
-            codec.loaded(writer, loaded, _kernel_before(first) if fused else None)
-        read.replace_all_uses_with(loaded)
-    read.graph.erase_node(read)
-
-
-def _kernel_before(node: fx.Node) -> fx.Node | None:
-    """A result of the last kernel before a node that does not fuse; None if there is none."""
-    before = node.prev
-    while before.op == "call_function":
-        made = before.all_input_nodes[0] if before.target is operator.getitem else before
-        is_operator = isinstance(made.target, torch._ops.OpOverload) and made.target.namespace != NAMESPACE
-        is_kernel = is_operator and loop_kind(made) is LoopKind.NONE and aliased_argument(before) is None
-        if is_kernel and torch_private.is_plain_fake(before.meta.get("val")):
-            return before
-        before = before.prev
-    return None
 
 
 def _load(codec: Codec, read: fx.Node, stored: fx.Node, *, fused: bool) -> None:
@@ -157,15 +107,10 @@ def _load(codec: Codec, read: fx.Node, stored: fx.Node, *, fused: bool) -> None:
     if read.users:
         like = read.meta["val"]
         with read.graph.inserting_before(min(read.users)):
-            loaded = codec.load(Writer(read.graph, like, fused=fused, meta=_origin(read)), placeholder, like)
+            loaded = codec.load(Writer(read.graph, like, fused=fused, meta=origin(read)), placeholder, like)
         loaded.name = loaded_name(read.name, codec.format)
         read.replace_all_uses_with(loaded)
     read.graph.erase_node(read)
-
-
-def _origin(node: fx.Node) -> dict[str, Any]:
-    """Where a node is from, for people and profilers."""
-    return {name: node.meta[name] for name in ("nn_module_stack", "stack_trace", "seq_nr") if name in node.meta}
 
 
 def check_runnable(captured: Captured, schedule: Schedule) -> None:
