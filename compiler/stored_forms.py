@@ -119,7 +119,7 @@ def find_copies(captured: Captured, link: HostLink, *, first: Sequence[int] = ()
             load=transfer,
             stored_after=copy.done,
             fetch=copy.fetch,
-            late_us=copy.late_us,
+            copy_us=copy.copy_us,
         )
         forms.append(StoredForm(offer=offer, codec=Offload(copy.start, copy.done, copy.fetch)))
     return tuple(forms)

@@ -45,14 +45,14 @@ class Copy:
         start: the op after which the copy starts; the one that makes the value, or a later one while the link is busy.
         done: the op after which it has arrived: the value is held until then.
         fetch: the backward op before which the copy back starts.
-        late_us: how long the step waits where the value is wanted before that.
+        copy_us: how long the copy back takes.
     """
 
     value: int
     start: int
     done: int
     fetch: int
-    late_us: float
+    copy_us: float
 
 
 def plan_copies(
@@ -83,7 +83,7 @@ def plan_copies(
         out.take(begin, begin + out_us)
         back.take(end - back_us, end)
         left -= host_bytes[value]
-        copies.append(Copy(value=value, start=start, done=max(done, start), fetch=clock.last_begun(end - back_us), late_us=back_us))
+        copies.append(Copy(value=value, start=start, done=max(done, start), fetch=clock.last_begun(end - back_us), copy_us=back_us))
     return sorted(copies, key=lambda copy: (copy.start, copy.done, copy.value))
 
 
@@ -177,27 +177,31 @@ class _Link:
 
 
 def _first_use(problem: Problem) -> list[int | None]:
-    """Per value the first op of backward that may want it: that reads it, or something that is made of it without passing where few bytes
-    cross from one part of forward to the next (`find_separators`), or what cannot run again."""
+    """Per value the first op of backward that may want it: that reads it, or something that is made of it again.
+
+    What is made of it is followed through one place where few bytes cross from one part of forward to the next (`separating_values`), since
+    a sum there is often made again; not further, nor through what cannot run again: plans that go further wait for their copies.
+    """
     separating = separating_values(problem)
-    is_cut = bool(separating)
-    first: list[int | None] = [None] * len(problem.values)
     late = {write for op in problem.ops if op.side is Side.BACKWARD for write in op.writes}
-
-    def note(value: int, op: int | None) -> None:
-        known = first[value]
-        if op is not None and (known is None or op < known):
-            first[value] = op
-
-    for op in reversed(problem.ops):
+    read_at: dict[int, int] = {}
+    for op in problem.ops:
         if op.side is Side.BACKWARD:
             for read in op.reads:
                 if read not in late:
-                    note(read, op.index)
-    for op in reversed(problem.ops):
-        if op.side is Side.BACKWARD or op.pinned or not is_cut:
-            continue
-        ends = [end for write in op.writes if write not in separating and (end := first[write]) is not None]
-        for read in op.reads if ends else ():
-            note(read, min(ends))
-    return first
+                    read_at.setdefault(read, op.index)
+
+    def closure(through: Mapping[int, int]) -> dict[int, int]:
+        """``through``: the first use of separating values, where it counts for what they are made of."""
+        first = dict(read_at)
+        for op in reversed(problem.ops):
+            if op.side is Side.BACKWARD or op.pinned or not separating:
+                continue
+            uses = [through.get(write) if write in separating else first.get(write) for write in op.writes]
+            known = [use for use in uses if use is not None]
+            for read in op.reads if known else ():
+                first[read] = min(first.get(read, known[0]), *known)
+        return first
+
+    first = closure(closure({}))
+    return [first.get(value.index) for value in problem.values]

@@ -47,7 +47,7 @@ class Offer:
     barred: frozenset[int] = frozenset()
     stored_after: int | None = None
     fetch: int | None = None
-    late_us: float = 0.0
+    copy_us: float = 0.0
 
 
 def with_forms(problem: Problem, offers: Sequence[Offer]) -> Problem:
@@ -102,7 +102,7 @@ def with_forms(problem: Problem, offers: Sequence[Offer]) -> Problem:
             error=offer.error,
             barred=frozenset(moved_to[op] for op in offer.barred),
             fetch=None if offer.fetch is None else moved_to[offer.fetch],
-            late_us=offer.late_us,
+            copy_us=offer.copy_us,
         )
         for place, offer in enumerate(offers)
     )
@@ -179,7 +179,7 @@ def offers_of(problem: Problem) -> tuple[Offer, ...]:
             barred=frozenset(number[op] for op in form.barred),
             stored_after=stored_after(form),
             fetch=None if form.fetch is None else number[form.fetch],
-            late_us=form.late_us,
+            copy_us=form.copy_us,
         )
         for form in problem.forms
     )

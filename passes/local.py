@@ -202,7 +202,7 @@ class _LocalBuilder:
         for form in self._regions.forms.get(value, ()):
             store, load = (self._append(self._whole.ops[index]) for index in (form.store, form.load))
             stored = self._local[form.stored]
-            local = replace(form, value=self._local[value], stored=stored, store=store, load=load, fetch=None, late_us=0.0)
+            local = replace(form, value=self._local[value], stored=stored, store=store, load=load, fetch=None, copy_us=0.0)
             self._forms.append(local)
 
     def _append(self, op: Op) -> int:

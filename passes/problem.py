@@ -99,7 +99,8 @@ class Form:
         error: by how much what is loaded may differ, for people; "" if it serves its readers bit by bit.
         barred: ops that must not run again on what is loaded: where a plan lets one of them run in backward, the value itself is saved.
         fetch: the backward op just before which the value is loaded, if nobody needs it earlier; None: it is loaded when it is needed.
-        late_us: how much longer loading takes where somebody does need it earlier.
+        copy_us: how long a copy takes that runs beside the kernels from the load on. Whoever reads the value first waits for what is left
+            of it.
     """
 
     value: int
@@ -111,7 +112,7 @@ class Form:
     error: str = ""
     barred: frozenset[int] = frozenset()
     fetch: int | None = None
-    late_us: float = 0.0
+    copy_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

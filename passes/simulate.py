@@ -8,7 +8,8 @@ Rules, shared with the rewriter (`passes/rewrite.py`) so that what is simulated 
   joint graph's order, and dies after its last reader in backward;
 * a value dies after its last reader unless it crosses to backward or the caller holds it (forward outputs, gradients);
 * a value of which a form is saved (`Problem.forms`) is loaded in backward instead of recomputed: ``Form.load`` stands for its producer.
-  If nobody needs it before the op ``Form.fetch``, it is loaded just before that one; if somebody does, that takes ``Form.late_us`` longer;
+  If nobody needs it before the op ``Form.fetch``, it is loaded just before that one. The first kernel that reads it takes longer by what
+  ``Form.copy_us`` is more than the kernels in between take;
 * an op that runs for a sibling of a saved result makes a second copy of that result, which dies at once; the saved one dies after its
   last reader all the same;
 * an op that runs again holds its ``rerun_bytes`` beside its workspace;
@@ -28,7 +29,7 @@ from dyngran.passes.forms import without_forms
 from dyngran.passes.fuse import Kernel, fuse
 from dyngran.passes.native.graph import NativeGraph, NativeOutcome, NativeSearch
 from dyngran.passes.plan import Schedule
-from dyngran.passes.problem import Kind, Problem, Side
+from dyngran.passes.problem import Form, Kind, Problem, Side
 from dyngran.passes.regions import Crossings, find_crossings
 
 
@@ -199,7 +200,7 @@ class Simulator:
 
     def schedule(self, saved: Iterable[int]) -> tuple[list[int], list[int]]:
         """Op indices in the order in which forward and backward run them, before any fusion."""
-        forward, backward, _, _ = self._schedule(self.normalize(saved))
+        forward, backward, _ = self._schedule(self.normalize(saved))
         return forward, backward
 
     def working_bytes(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -220,8 +221,8 @@ class Simulator:
             [(kernel.op, live) for kernel, live in zip(full.backward, in_backward, strict=True)],
         )
 
-    def _schedule(self, crossing: frozenset[int]) -> tuple[list[int], list[int], set[int], dict[int, float]]:
-        """Ops of forward, of backward, those that run again, and by how much those that load take longer because they come late (us)."""
+    def _schedule(self, crossing: frozenset[int]) -> tuple[list[int], list[int], set[int]]:
+        """Ops of forward, of backward, and those that run again."""
         reads, producer, writes = self._reads, self._producer, self._writes
         early: set[int] = set()
         ops = self.problem.ops
@@ -242,14 +243,12 @@ class Simulator:
         recomputed: set[int] = set()
         loaded = self._loaded(crossing)
         loads = {load: (value,) for value, load in loaded.items()}
-        fetched = {form.load: form for stored in sorted(crossing) if (form := self.problem.form_of.get(stored)) and form.fetch is not None}
         fetches: dict[int, list[int]] = {}
-        for form in fetched.values():
-            assert form.fetch is not None
-            fetches.setdefault(form.fetch, []).append(form.value)
-        late: dict[int, float] = {}
+        for form in self._forms(crossing):
+            if form.fetch is not None:
+                fetches.setdefault(form.fetch, []).append(form.value)
 
-        def bring(wanted: Iterable[int], *, is_fetch: bool = False) -> None:
+        def bring(wanted: Iterable[int]) -> None:
             missing: set[int] = set()
             stack = [value for value in wanted if not available[value]]
             while stack:
@@ -263,8 +262,6 @@ class Simulator:
                 backward.append(index)
                 if ran[index]:
                     recomputed.add(index)
-                if index in fetched and not is_fetch:
-                    late[index] = fetched[index].late_us
                 for write in loads.get(index, writes[index]):
                     available[write] = available[write] or loaded.get(write, index) == index
 
@@ -277,23 +274,27 @@ class Simulator:
                     bring(needs[index])
                     break
             for value in fetches.get(index, ()):
-                bring((value,), is_fetch=True)
+                bring((value,))
             backward.append(index)
         bring(self._late)
-        return forward, backward, recomputed, late
+        return forward, backward, recomputed
 
     def _loaded(self, crossing: frozenset[int]) -> dict[int, int]:
         """Values that backward loads from a form that crosses, each with the op that does it."""
+        return {form.value: form.load for form in self._forms(crossing)}
+
+    def _forms(self, crossing: frozenset[int]) -> list[Form]:
+        """The forms that cross."""
         form_of = self.problem.form_of
-        return {form_of[stored].value: form_of[stored].load for stored in crossing if stored in form_of} if form_of else {}
+        return [form_of[stored] for stored in sorted(crossing) if stored in form_of] if form_of else []
 
     def _replay(self, crossing: frozenset[int]) -> Replay:
-        forward_ops, backward_ops, recomputed, late = self._schedule(crossing)
+        forward_ops, backward_ops, recomputed = self._schedule(crossing)
         problem = self.problem
         held = crossing | problem.forward_outputs
         forward = fuse(problem, forward_ops, held, available=frozenset())
         kernels = fuse(problem, backward_ops, problem.gradients, available=crossing, loaded=self._loaded(crossing))
-        backward = [self._again(kernel, recomputed, late) for kernel in kernels]
+        backward = self._waiting([self._again(kernel, recomputed) for kernel in kernels], self._forms(crossing))
         return Replay(
             forward=forward,
             backward=backward,
@@ -302,9 +303,23 @@ class Simulator:
             recompute_us=sum(kernel.cost_us for kernel in backward if kernel.op in recomputed),
         )
 
-    def _again(self, kernel: Kernel, recomputed: set[int], late: dict[int, float]) -> Kernel:
-        if kernel.op in late:
-            return replace(kernel, cost_us=kernel.cost_us + late[kernel.op])
+    def _waiting(self, kernels: list[Kernel], forms: Iterable[Form]) -> list[Kernel]:
+        """Kernels of backward, those that read what is still being copied with the time that they wait for it."""
+        found = kernels.copy()
+        place_of = {kernel.op: place for place, kernel in enumerate(kernels)}
+        for form in forms:
+            begin = place_of.get(form.load)
+            if not form.copy_us or begin is None:
+                continue
+            left_us = form.copy_us
+            for place in range(begin + 1, len(kernels)):
+                if form.value in kernels[place].reads:
+                    found[place] = replace(found[place], cost_us=found[place].cost_us + max(0.0, left_us))
+                    break
+                left_us -= kernels[place].cost_us
+        return found
+
+    def _again(self, kernel: Kernel, recomputed: set[int]) -> Kernel:
         rerun_bytes = self.problem.ops[kernel.op].rerun_bytes
         if not rerun_bytes or kernel.op not in recomputed:
             return kernel

@@ -26,7 +26,7 @@ def naive_replay(problem: Problem, wished: Iterable[int]) -> Truth:
     made_anyway = frozenset(write for op in problem.ops if op.side is Side.FORWARD for write in op.writes)
     early = _ancestors(problem, crossing - made_anyway, stop=made_anyway)
     forward = [op.index for op in problem.ops if op.side is Side.FORWARD or (op.side is Side.FREE and op.index in early)]
-    backward, late_us = _backward(problem, crossing)
+    backward = _backward(problem, crossing)
     live: list[tuple[int, str]] = []  # storages: (value, which copy)
     peak = 0
 
@@ -59,7 +59,7 @@ def naive_replay(problem: Problem, wished: Iterable[int]) -> Truth:
     num_recomputed = len([index for index in backward if index in set(forward)])
     return Truth(
         peak_bytes=problem.total_static_bytes + peak,
-        time_us=sum(problem.ops[index].cost_us for index in forward + backward) + late_us,
+        time_us=sum(problem.ops[index].cost_us for index in forward + backward) + _waits_us(problem, crossing, backward),
         num_recomputed=num_recomputed,
     )
 
@@ -116,10 +116,20 @@ def _ancestors(problem: Problem, values: Iterable[int], stop: frozenset[int], *,
     return found
 
 
-def _backward(problem: Problem, crossing: frozenset[int]) -> tuple[list[int], float]:
-    """Ops in order, and by how much those take longer that load what was to be fetched later."""
+def _waits_us(problem: Problem, crossing: frozenset[int], order: list[int]) -> float:
+    """How long first readers wait for copies that began when they were loaded."""
+    total_us = 0.0
+    for form in problem.forms:
+        if form.stored in crossing and form.load in order:
+            after = order[order.index(form.load) + 1 :]
+            reader = next((place for place, op in enumerate(after) if form.value in problem.ops[op].reads), None)
+            if reader is not None:
+                total_us += max(0.0, form.copy_us - sum(problem.ops[op].cost_us for op in after[:reader]))
+    return total_us
+
+
+def _backward(problem: Problem, crossing: frozenset[int]) -> list[int]:
     order: list[int] = []
-    late_us = 0.0
     late = _tangent_made(problem)
     have = set(crossing) | {value.index for value in problem.values if value.producer is None}
     loads = {form.load: form for form in problem.forms if form.stored in crossing}
@@ -130,8 +140,6 @@ def _backward(problem: Problem, crossing: frozenset[int]) -> tuple[list[int], fl
         for again in sorted(_ancestors(problem, missing, stop=frozenset(have), crossing=crossing)):
             order.append(again)
             have |= set(_made_by(problem, again))
-            if again in loads and loads[again].fetch is not None:
-                late_us += loads[again].late_us
         for form in loads.values():
             if form.fetch == index and form.value not in have:
                 order.append(form.load)
@@ -139,7 +147,7 @@ def _backward(problem: Problem, crossing: frozenset[int]) -> tuple[list[int], fl
         if index >= 0:
             order.append(index)
             have |= set(problem.ops[index].writes)
-    return order, late_us
+    return order
 
 
 def every_plan(simulator: Simulator) -> list[Outcome]:

@@ -258,7 +258,7 @@ def problems_with_forms(draw: st.DrawFn, *, max_forward: int = 7, fused: bool | 
             barred=frozenset(op.index for op in problem.ops if value in op.reads and op.side is not Side.BACKWARD and draw(st.booleans())),
             stored_after=draw(st.sampled_from([None, *later])),
             fetch=draw(st.sampled_from([None, *in_backward])),
-            late_us=draw(st.sampled_from([0.0, 2.0])),
+            copy_us=draw(st.sampled_from([0.0, 2.0, 7.0])),
         )
         offers.append(offer)
     return with_forms(problem, offers)

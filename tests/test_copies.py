@@ -52,7 +52,7 @@ def test_copies_keep_to_the_graph_and_to_the_memory_of_the_host(problem: Problem
         producer = problem.values[copy.value].producer
         assert producer is not None and producer <= copy.start <= copy.done
         assert problem.ops[copy.done].side is not Side.BACKWARD and problem.ops[copy.fetch].side is Side.BACKWARD
-        assert copy.late_us > 0
+        assert copy.copy_us > 0
     nothing = Transfer(cost_us=0.0)
     offers = [
         Offer(
@@ -64,7 +64,7 @@ def test_copies_keep_to_the_graph_and_to_the_memory_of_the_host(problem: Problem
             load=nothing,
             stored_after=copy.done,
             fetch=copy.fetch,
-            late_us=copy.late_us,
+            copy_us=copy.copy_us,
         )
         for copy in copies
     ]

@@ -28,7 +28,7 @@ from dyngran.passes.copies import HostLink
 from dyngran.passes.plan import Action
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
-FAST = HostLink(to_host_bytes_per_us=1e5, to_device_bytes_per_us=1e5, latency_us=0.1, source="made")
+FAST = HostLink(to_host_bytes_per_us=1e8, to_device_bytes_per_us=1e8, latency_us=0.1, source="made")
 OFFLOAD: dict[str, object] = {"offload": True, "pack": False}
 
 
@@ -172,7 +172,7 @@ def test_a_plan_file_has_its_copies_first_on_the_link(tmp_path: Path, monkeypatc
     assert decisions(step) == chosen
     (graph,) = load_plan(path).graphs
     forms = [form for form in graph.problem.forms if form.stored in graph.plan.saved]
-    assert forms and all(form.fetch is not None and form.late_us > 0 and form.store > form.load for form in forms)
+    assert forms and all(form.fetch is not None and form.copy_us > 0 and form.store > form.load for form in forms)
 
 
 @pytest.mark.parametrize(("value", "read"), [(True, True), (False, False), (None, False), ("2GiB", 2 * 2**30), (4096, 4096)])

@@ -128,7 +128,7 @@ class OfferForm(Struct, kw_only=True, forbid_unknown_fields=True):
     barred: list[Count] = []
     error: str = ""
     fetch: Count | None = None
-    late_us: Amount = 0.0
+    copy_us: Amount = 0.0
     stored_after: Count | None = None
 
 

@@ -62,7 +62,7 @@ struct GraphArrays {  // as passes/native/graph.py fills it
   int32_t num_wanted, num_late_wanted;
   const int32_t *wanted, *late_wanted;
   const int32_t *form_starts, *forms, *form_of, *loader, *barred_starts, *barred, *fetch, *fetched_starts, *fetched;
-  const double* late_us;
+  const double* copy_us;
 };
 
 uint32_t dyngran_version() { return DYNGRAN_NATIVE_VERSION; }
@@ -114,7 +114,9 @@ Graph* dyngran_graph_new(const GraphArrays* from) {
   graph->barred = make_rows(num_values, from->barred_starts, from->barred);
   graph->fetch.assign(from->fetch, from->fetch + num_ops);
   graph->fetched = make_rows(num_ops, from->fetched_starts, from->fetched);
-  graph->late_us.assign(from->late_us, from->late_us + num_ops);
+  graph->copy_us.assign(from->copy_us, from->copy_us + num_values);
+  for (int value = 0; value < num_values; ++value)
+    if (graph->copy_us[value] > 0) graph->copied.push_back(value);
   graph->loader.assign(from->loader, from->loader + num_values);
   graph->readers = find_readers(*graph);
   graph->neighbours = find_neighbours(*graph);

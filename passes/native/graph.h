@@ -34,7 +34,8 @@ struct Graph {
   Rows forms;                                        // per value: what may be saved in its stead, see Problem.forms; the first one counts
   std::vector<int32_t> form_of, loader;              // per value: what it is a stored form of, -1 if of none; the op that loads it then
   std::vector<int32_t> fetch;                        // per op that loads: the backward op just before which it runs at the latest, or -1
-  std::vector<double> late_us;                       // per op that loads: how much longer it takes where it is needed before that one
+  std::vector<double> copy_us;                       // per stored form: how long its copy takes, beside what runs from the load on
+  std::vector<int32_t> copied;                       // the stored forms that are copied
   Rows fetched;                                      // per backward op: stored forms of what is loaded just before it
   Rows barred;                                       // per stored form: ops that must not run again on what is loaded from it
   Rows neighbours;                                   // per value: operands of its producer, then results of its readers before backward

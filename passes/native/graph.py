@@ -26,7 +26,7 @@ class _GraphArrays(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("num_wanted", "num_late_wanted")),
         *((name, ctypes.c_void_p) for name in ("wanted", "late_wanted")),
         *((name, ctypes.c_void_p) for name in ("form_starts", "forms", "form_of", "loader", "barred_starts", "barred")),
-        *((name, ctypes.c_void_p) for name in ("fetch", "fetched_starts", "fetched", "late_us")),
+        *((name, ctypes.c_void_p) for name in ("fetch", "fetched_starts", "fetched", "copy_us")),
     )
 
 
@@ -151,7 +151,6 @@ class NativeGraph:
         for form in problem.forms:
             forms[form.value].append(form.stored)
         fetch = {form.load: form.fetch for form in problem.forms if form.fetch is not None}
-        late_us = {form.load: form.late_us for form in problem.forms if form.fetch is not None}
         fetched: list[list[int]] = [[] for _ in ops]
         for form in problem.forms:
             if form.fetch is not None:
@@ -191,7 +190,7 @@ class NativeGraph:
             *self._rows([sorted(problem.form_of[value].barred) if value in problem.form_of else () for value in range(len(values))]),
             self._array("i", [fetch.get(op.index, -1) for op in ops]),
             *self._rows(fetched),
-            self._array("d", [late_us.get(op.index, 0.0) for op in ops]),
+            self._array("d", [problem.form_of[value].copy_us if value in problem.form_of else 0.0 for value in range(len(values))]),
         )
         native = library()
         native.dyngran_graph_new.restype = ctypes.c_void_p

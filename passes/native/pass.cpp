@@ -1,6 +1,7 @@
 #include "pass.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace dyngran {
 
@@ -9,7 +10,6 @@ Pass::Pass(const Graph& graph, bool is_backward, int num_segments, const std::ve
     : num_segments(num_segments),
       segments(num_segments),
       ran_in(graph.num_ops, -1),
-      is_late(graph.num_ops),
       graph_(graph),
       is_backward_(is_backward),
       crossing_(crossing),
@@ -98,6 +98,7 @@ void Pass::make_kernels(int number) {
   segment.loads.clear();
   segment.launched.clear();
   segment.kernel_ops.clear();
+  segment.kernel_us.clear();
   segment.born.clear();
   segment.extra.clear();
   segment.in_place.clear();
@@ -115,17 +116,18 @@ void Pass::make_kernels(int number) {
   for (const int op : segment.ops) {
     const bool again = is_again(op);
     segment.num_again += again;
-    double cost = graph_.fused && graph_.fusible[op] ? loop(op, segment) : external(op, segment);
+    const double cost = graph_.fused && graph_.fusible[op] ? loop(op, segment) : external(op, segment);
     if (cost < 0) continue;  // no kernel of its own
-    if (is_late[op]) cost += graph_.late_us[op];
     segment.time_us += cost;
     if (again) segment.recompute_us += cost;
     segment.extra.back() += again ? graph_.rerun_workspace[op] : graph_.workspace[op];
     segment.kernel_ops.push_back(op);
+    segment.kernel_us.push_back(cost);
   }
   work_ += int64_t(segment.ops.size() + segment.arena.size());
   for (const int value : noted_) {
-    segment.touches.push_back({value, folded_[value].last});
+    const Folded& folded = folded_[value];
+    segment.touches.push_back({value, folded.last, folded.first, folded.second});
     add_touch(value, is_whole_ || folded_[value].was_touched_at == touch_stamp_);
   }
   for (const auto& touch : old_touches_) {
@@ -258,6 +260,10 @@ void Pass::touch(int value, int position) {
   if (folded.touched_at != touch_stamp_) {
     folded.touched_at = touch_stamp_;
     noted_.push_back(value);
+    folded.first = position;
+    folded.second = -1;
+  } else if (folded.second < 0 && position != folded.first) {
+    folded.second = position;
   }
   folded.last = position;
 }
@@ -288,6 +294,39 @@ int Pass::last_segment_before(int value, int end) const {
   uint64_t bits = words[word] & (~uint64_t(0) >> (63 - (end - 1) % 64));
   while (!bits && word > 0) bits = words[--word];
   return bits ? word * 64 + 63 - __builtin_clzll(bits) : -1;
+}
+
+// The first segment from `begin` on that touches a value, -1 if none does.
+int Pass::first_segment_from(int value, int begin) const {
+  if (begin >= num_segments) return -1;
+  const uint64_t* words = &touched_[size_t(value) * num_words_];
+  int word = begin / 64;
+  uint64_t bits = words[word] & (~uint64_t(0) << (begin % 64));
+  while (!bits && word + 1 < num_words_) bits = words[++word];
+  return bits ? word * 64 + __builtin_ctzll(bits) : -1;
+}
+
+double Pass::wait_us(int value, int load, double copy_us) const {
+  int number = ran_in[load];
+  if (number < 0) return 0;
+  const Segment* segment = &segments[number];
+  const auto kernel = std::find(segment->kernel_ops.begin(), segment->kernel_ops.end(), load);
+  if (kernel == segment->kernel_ops.end()) return 0;
+  const auto touch_in = [&](const Segment& one) {
+    return std::find_if(one.touches.begin(), one.touches.end(), [&](const Segment::Touch& touch) { return touch.value == value; });
+  };
+  const int begin = int(kernel - segment->kernel_ops.begin()) + 1;
+  const int second = touch_in(*segment)->second;
+  const auto time = [](const Segment& one, int from, int to) {
+    return std::accumulate(one.kernel_us.begin() + from, one.kernel_us.begin() + to, 0.0);
+  };
+  if (second >= 0) return std::max(0.0, copy_us - time(*segment, begin, second));
+  const int reader = first_segment_from(value, number + 1);
+  if (reader < 0) return 0;
+  double passed = time(*segment, begin, int(segment->kernel_us.size()));
+  while (++number < reader && passed < copy_us) passed += segments[number].time_us;
+  segment = &segments[reader];
+  return std::max(0.0, copy_us - passed - time(*segment, 0, touch_in(*segment)->first));
 }
 
 bool Pass::dies(int value) const {

@@ -29,6 +29,7 @@ struct Segment {
 
   struct Touch {
     int32_t value, position;  // the last kernel here that reads or writes the value
+    int32_t first, second;    // the first two, -1 if there is one only
   };
   struct InPlace {
     int32_t position, start, length, value;
@@ -37,6 +38,7 @@ struct Segment {
   std::vector<std::pair<int32_t, int32_t>> loads;  // value and nest
   std::vector<int32_t> launched;  // nests
   std::vector<int32_t> kernel_ops;
+  std::vector<double> kernel_us;
   std::vector<int64_t> born, extra;  // bytes per kernel: allocated, held beside that while it runs
   std::vector<Touch> touches;
   std::vector<InPlace> in_place;
@@ -77,12 +79,14 @@ class Pass {
   // Bytes of one segment; `idle_bytes` die after its first kernel.
   void count_bytes(int segment, int64_t idle_bytes);
 
+  // How long the first reader of a value waits for a copy that the op `load` starts and that takes so long.
+  double wait_us(int value, int load, double copy_us) const;
+
   bool is_made_by_another(int value, int op) const { return maker_[value] != op; }
 
   const int num_segments;
   std::vector<Segment> segments;
   std::vector<int32_t> ran_in;  // per op: the segment in which it runs, -1 if it does not
-  std::vector<uint8_t> is_late; // per op: it loads what is needed before it was to be fetched
   int64_t idle_bytes = 0;       // of crossing values that no kernel of this pass touches and that die
 
  private:
@@ -94,7 +98,7 @@ class Pass {
   struct Folded {  // of a value
     Span sources;
     int32_t last_segment = -1;                                  // that touches it
-    int32_t last = 0;                                           // kernel of the segment that is being worked on
+    int32_t last = 0, first = 0, second = -1;                   // kernels of the segment that is being worked on
     int32_t loaded_by = -1, loaded_at = 0;                      // nest, and the stamp of when
     int32_t was_touched_at = 0, touched_at = 0, merged_at = 0;  // stamps
   };
@@ -127,6 +131,7 @@ class Pass {
   void add_touch(int value, bool was_there);
   void remove_touch(int value);
   int last_segment_before(int value, int end) const;
+  int first_segment_from(int value, int begin) const;
   int64_t idle_bytes_of(int value) const { return graph_.output[value] || graph_.gradient[value] ? 0 : graph_.live[value]; }
 
   const Graph& graph_;

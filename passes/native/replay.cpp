@@ -237,7 +237,7 @@ void Replay::schedule_backward(int segment) {
     const int op = graph_.backward_ops[at];
     bring(graph_.needs.begin(op), graph_.needs.end(op), segment);
     for (auto stored = graph_.fetched.begin(op); stored != graph_.fetched.end(op); ++stored)
-      if (crossing_[*stored]) bring(&graph_.form_of[*stored], &graph_.form_of[*stored] + 1, segment, true);
+      if (crossing_[*stored]) bring(&graph_.form_of[*stored], &graph_.form_of[*stored] + 1, segment);
     ops.push_back(op);
   }
   if (segment + 1 == backward_.num_segments)
@@ -252,7 +252,7 @@ void Replay::schedule_backward(int segment) {
 }
 
 // Appends what is missing of the values that an op reads, in the graph's order.
-void Replay::bring(const int32_t* begin, const int32_t* end, int segment, bool is_fetch) {
+void Replay::bring(const int32_t* begin, const int32_t* end, int segment) {
   stack_.clear();
   for (auto p = begin; p != end; ++p)
     if (!is_available(*p, segment)) stack_.push_back(*p);
@@ -272,11 +272,6 @@ void Replay::bring(const int32_t* begin, const int32_t* end, int segment, bool i
   for (const int op : missing_) {
     queued_[op] = 0;
     ops.push_back(op);
-    const bool is_late = graph_.late_us[op] > 0 && !is_fetch;
-    if (bool(backward_.is_late[op]) != is_late) {
-      backward_.is_late[op] = is_late;
-      backward_.mark(segment, Pass::kKernels);
-    }
     if (backward_.ran_in[op] > segment) {  // it was made later
       backward_.mark(backward_.ran_in[op], Pass::kSchedule);
       leave(backward_, op, Pass::kGroups | Pass::kKernels);
@@ -312,6 +307,8 @@ Outcome Replay::count_bytes() {
   outcome.num_forward = outcome.num_kernels;
   live += graph_.tangent_bytes;
   add(backward_, backward_.idle_bytes, outcome.backward_peak_bytes);
+  for (const int stored : graph_.copied)
+    if (crossing_[stored]) outcome.time_us += backward_.wait_us(graph_.form_of[stored], graph_.loader[stored], graph_.copy_us[stored]);
   outcome.saved_bytes = saved_bytes_;
   return outcome;
 }

@@ -37,7 +37,7 @@ class Replay {
   void find_early();
   void schedule_forward(int segment);
   void schedule_backward(int segment);
-  void bring(const int32_t* begin, const int32_t* end, int segment, bool is_fetch = false);
+  void bring(const int32_t* begin, const int32_t* end, int segment);
   bool is_available(int value, int segment) const;
   void leave(Pass& pass, int op, int marks);
   Outcome count_bytes();
