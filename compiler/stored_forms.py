@@ -100,11 +100,13 @@ def find_forms(
     return _priced(captured, found, price, min_saved_bytes)
 
 
-def find_copies(captured: Captured, link: HostLink, *, first: Sequence[int] = (), limit_bytes: int) -> tuple[StoredForm, ...]:
+def find_copies(
+    captured: Captured, link: HostLink, *, first: Sequence[int] = (), min_bytes: int = MIN_COPIED_BYTES, limit_bytes: int
+) -> tuple[StoredForm, ...]:
     """Values that may wait for backward in host memory, as far as the link has time and ``limit_bytes`` of page-locked memory last: whole
-    blocks of memory of `MIN_COPIED_BYTES` at least, those of ``first`` before others, which follow as they are worth keeping."""
+    blocks of memory of ``min_bytes`` at least, those of ``first`` before others, which follow as they are worth keeping."""
     problem, simulator = captured.problem, Simulator(captured.problem)
-    movable = {value for value in _Finder(captured).candidates() if problem.values[value].size_bytes >= MIN_COPIED_BYTES}
+    movable = {value for value in _Finder(captured).candidates() if problem.values[value].size_bytes >= min_bytes}
     values = [value for value in dict.fromkeys((*first, *worth_keeping(simulator))) if value in movable]
     forms = []
     on_host = {value: host_bytes(problem.values[value].size_bytes) for value in values}

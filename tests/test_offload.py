@@ -36,7 +36,8 @@ OFFLOAD: dict[str, object] = {"offload": True, "pack": False}
 def fast_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """A link that has time for whatever is copied, and for small values as well."""
     monkeypatch.setattr(strategy, "host_link", lambda *_: FAST)
-    monkeypatch.setattr(stored_forms, "MIN_COPIED_BYTES", 1024)  # of less, states of random generators that lie on the host
+    small = partial(stored_forms.find_copies, min_bytes=1024)  # less may be a state of a random generator, which lies on the host
+    monkeypatch.setattr(strategy, "find_copies", small)
 
 
 @pytest.mark.parametrize(

@@ -34,16 +34,19 @@ from dyngran.compiler.codecs import Codec
 from dyngran.compiler.options import parse_options
 from dyngran.compiler.pricing import device_spec, price_nodes
 from dyngran.compiler.static_memory import input_kinds
-from dyngran.compiler.stored_forms import find_forms
+from dyngran.compiler.stored_forms import find_copies, find_forms
 from dyngran.compiler.strategy import Strategy
 from dyngran.passes import profile as profiling
+from dyngran.passes.copies import HostLink
 from dyngran.passes.errors import BudgetTooSmall
-from dyngran.passes.plan import Plan, Schedule
+from dyngran.passes.plan import Action, Plan, Schedule
 from dyngran.passes.problem import Kind
 from dyngran.passes.profile_cache import Measurement
 
 TRAIN_SEED = 11
 ABOVE_BYTES = 64  # that a step may need more than predicted: scalars of the engine
+LINK = HostLink(to_host_bytes_per_us=1e6, to_device_bytes_per_us=1e6, latency_us=0.0, source="made")
+LEAST_COPIED_BYTES = 64  # less may be a state of a random generator, which lies on the host already
 BELOW_BYTES = 32 << 10  # and less: a library's workspace is not needed every time, as with Fourier transforms
 
 
@@ -179,14 +182,16 @@ def measured_price(nodes: Sequence[fx.Node], device: torch.device) -> list[Measu
 
 
 def plans_of(captured: Captured, draw: random.Random) -> tuple[list[Chosen], Mapping[int, tuple[int, Codec]]]:
-    """Save all, save least, all of it stored in lossless forms, a saved set that no planner would choose, and what planners answer at the
-    middle and at the least budget; and how forms are stored.
+    """Save all, save least, all of it stored in lossless forms, or in host memory, a saved set that no planner would choose, and what
+    planners answer at the middle and at the least budget; and how forms are stored.
 
     Orders of ops are searched for one graph in eight only: that takes as long as all the rest.
     """
-    forms = find_forms(captured, (), unit_price, min_saved_bytes=1)
+    packed = find_forms(captured, (), unit_price, min_saved_bytes=1)
+    forms = (*packed, *find_copies(captured, LINK, min_bytes=LEAST_COPIED_BYTES, limit_bytes=2**40))
     strategy = Strategy(captured, parse_options({"codegen": "eager", "keep_below": 0}), "fuzz", forms=forms, is_offline=True)
-    stored = {form.value: form.stored for form in reversed(strategy.problem.forms)}
+    stored = {form.value: form.stored for form in reversed(strategy.problem.forms) if form.action is not Action.OFFLOAD}
+    on_host = {form.value: form.stored for form in strategy.problem.forms if form.action is Action.OFFLOAD}
     simulator = strategy.simulator
     share, has_orders = draw.random(), draw.random() < 0.125
     drawn = [value for value in simulator.candidates if draw.random() < share]
@@ -196,6 +201,7 @@ def plans_of(captured: Captured, draw: random.Random) -> tuple[list[Chosen], Map
             ("save all", simulator.default_saved),
             ("save least", simulator.normalize(())),
             ("stored", simulator.normalize(stored.get(value, value) for value in simulator.default_saved)),
+            ("offloaded", simulator.normalize(on_host.get(value, value) for value in simulator.default_saved)),
             ("drawn", simulator.normalize(drawn)),
         )
     ]
