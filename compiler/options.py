@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import threading
 from collections.abc import Iterable, Mapping
@@ -37,6 +38,7 @@ OPTION_NAMES = (
     "device_profile",
     "guard",
     "keep_below",
+    "max_grad_error",
     "mode",
     "offload",
     "outputs",
@@ -80,6 +82,7 @@ class Options:
         budget: peak of one step; None sets no limit. uses_plan_budget: none was named, so the one that the plan file was made for counts.
         codegen: who generates code. solver: one of `SOLVERS`.
         storage: lossy formats (of `LOSSY`) that values may be stored in between forward and backward; none without a name.
+        max_grad_error: relative error of gradients that rounded values may cause, measured and enforced; None: whatever the formats imply.
         pack: whether values may be stored in lossless formats (bits, narrow integers).
         offload: how many bytes of host memory, page-locked, may hold values between forward and backward. True: half of what the host can
             spare; False: none.
@@ -96,6 +99,7 @@ class Options:
     codegen: Codegen = Codegen.INDUCTOR
     solver: str = "auto"
     storage: tuple[str, ...] = ()
+    max_grad_error: float | None = None
     pack: bool = True
     offload: bool | int = False
     plan: Path | None = None
@@ -179,6 +183,7 @@ def _read(options: Mapping[str, object], *, sources: Mapping[str, str]) -> Optio
         codegen=codegen,
         solver=_choice("solver", options.get("solver", "auto"), SOLVERS),
         storage=_storage(options.get("storage", ())),
+        max_grad_error=_max_grad_error(options.get("max_grad_error")),
         pack=_switch("pack", options.get("pack", True)),
         offload=_offload(options.get("offload")),
         plan=_plan(options.get("plan")),
@@ -194,6 +199,7 @@ def _read(options: Mapping[str, object], *, sources: Mapping[str, str]) -> Optio
         mode=None if mode is None else _choice("mode", mode, MODES),
         inductor=inductor,
     )
+    _check_error_limit(read)
     if read.codegen is Codegen.EAGER and (inductor or read.mode not in (None, "default")):
         named = next(iter(inductor), "mode")
         raise InvalidOption(f"option {named!r} is for Inductor, but codegen is 'eager'. Remove it, or use codegen='inductor'.")
@@ -229,6 +235,31 @@ def _storage(value: object) -> tuple[str, ...]:
                 "(bits, narrow integers) needs no name."
             )
     return tuple(name for name in LOSSY if name in value)
+
+
+def _max_grad_error(value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
+        return float(value)
+    raise InvalidOption(f"max_grad_error = {value!r} must be a relative error above 0, as 0.01 for 1 %, or None.")
+
+
+def _check_error_limit(options: Options) -> None:
+    if options.max_grad_error is None:
+        return
+    if not options.storage:
+        raise InvalidOption(
+            f"max_grad_error = {options.max_grad_error} limits what rounding does, and storage names no format: name some, or remove it."
+        )
+    if options.plan is not None:
+        raise InvalidOption(
+            "max_grad_error takes formats away from plans that are searched for, and plan names a file: remove one of the two."
+        )
+    if options.mode in ("reduce-overhead", "max-autotune") or options.inductor.get("triton.cudagraphs"):
+        raise InvalidOption(
+            "max_grad_error runs backward twice in a sampled step, which CUDA graphs cannot: use another mode, or remove it."
+        )
 
 
 def _offload(value: object) -> bool | int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +16,17 @@ from torch import fx
 from dyngran.compiler import torch_private
 from dyngran.compiler.accounting import WrapperAccount, wrapper_peak
 from dyngran.compiler.chain import StepChain
-from dyngran.compiler.options import Codegen, Options, Outputs
+from dyngran.compiler.error_check import (
+    ErrorCheck,
+    compared,
+    held_bytes,
+    parts_of_sample,
+    placeholder_names,
+    rounded_forms,
+    sample_bytes,
+    stores_of,
+)
+from dyngran.compiler.options import LOSSY, Codegen, Options, Outputs
 from dyngran.compiler.partition import partition
 from dyngran.compiler.progress import Heartbeat
 from dyngran.compiler.returned_views import can_replay_views, detach_cut_views
@@ -27,7 +38,7 @@ from dyngran.compiler.strategy import FILE_HINT, Strategy
 from dyngran.kernels.steps import advance_step, step_tensor
 from dyngran.passes.errors import BudgetTooSmall, DyngranError, ToolMissing, format_bytes
 from dyngran.passes.plan import Plan
-from dyngran.passes.problem import Kind
+from dyngran.passes.problem import Form, Kind
 from dyngran.passes.signature import planned_sizes
 from dyngran.runtime.identity import TensorMark
 from dyngran.runtime.observe import StepObserver
@@ -35,6 +46,8 @@ from dyngran.runtime.optimizer_state import num_optimizers_seen
 from dyngran.runtime.returned import PLAIN, ReturnedOutputs
 
 log = logging.getLogger("dyngran")
+
+Around = Callable[[torch_private.Boxed, bool], torch_private.Boxed]
 
 MAX_COMPILES = 5  # plan, generate code, account for it; tighten and try again at most this often
 UNREAD_NOTE = "the generated code could not be accounted for: the predicted peak is the simulator's, and may be a few per cent off"
@@ -53,13 +66,23 @@ REMARKED_SHARE = 0.01  # of the predicted transient: outputs that are not held a
 WATCHED_CALLS = 6  # calls in which what is held is measured again: optimizer state and gradients appear during the first steps
 
 
+@dataclass(slots=True)
+class BackwardCode:
+    """The boxed callable of one backward, None until it has been compiled, and the names of what it is given."""
+
+    run: torch_private.Boxed | None = None
+    given: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
-    """Compiled code, the peak that its plan predicts, and what was held when that was made."""
+    """Compiled code, its plan with the peak that it predicts, what was held when that was made, and the code of backward alone."""
 
     run: Callable[..., Any]
     peak_bytes: int
     held_bytes: int
+    plan: Plan | None = None
+    backward: BackwardCode = field(default_factory=BackwardCode)
 
 
 class PlannedGraph:
@@ -119,8 +142,11 @@ class PlannedGraph:
         self._optimizers_seen = 0
         self._held_bytes = 0
         self._reserve_bytes = 0
+        self._sample_bytes = 0  # that a step which measures the gradient error holds besides
         self._carried = Carried()
         self._coming_gradient_bytes = 0
+        self._errors = None if options.max_grad_error is None else ErrorCheck(options.max_grad_error)
+        self._backward = BackwardCode()  # of the plan in force
 
     def _kinds_of_tensor(self) -> tuple[type, ...]:
         """What runs here: types of tensors whose storages can be told apart."""
@@ -159,9 +185,84 @@ class PlannedGraph:
         rung = self._rungs.get(situation) or self._rung_for(situation, args)
         if not torch_private.is_in_backward():  # else a checkpoint's first call with gradients, which repeats none of ours
             self._ran_with[situation.sizes] = rung
+            rung = self._sampled(rung, situation, args)
         outputs = rung.run(*args)
         self._returned.watch(outputs, args)
         return outputs
+
+    def _sampled(self, rung: Rung, situation: Situation, args: Sequence[Any]) -> Rung:
+        """The rung, or one that measures how far its gradients are off, where values are stored rounded and it is time to look."""
+        errors, strategy, plan = self._errors, self.strategy, rung.plan
+        if errors is None or strategy is None or plan is None or rung.backward.run is None:
+            return rung
+        rounded = rounded_forms(strategy.problem, plan.saved)
+        if not rounded:
+            return rung
+        room_bytes = None
+        if self.budget_bytes is not None:
+            room_bytes = self.budget_bytes - plan.peak_bytes + self._sample_bytes - held_bytes(strategy.simulator, plan.saved)
+        part = errors.due_part(functools.partial(parts_of_sample, strategy.problem, rounded, room_bytes))
+        if part is None:
+            return rung
+        if not part:
+            self._take_back(rounded, "how far gradients are off cannot be measured within the budget")
+            return self._rung_for(situation, args)
+        return self._comparing(rung, part, rounded, situation, args)
+
+    def _comparing(self, rung: Rung, taken: Sequence[Form], rounded: Sequence[Form], situation: Situation, args: Sequence[Any]) -> Rung:
+        """A rung whose forward saves what is ``taken`` as it is, and whose backward runs with that and with what the plan stores."""
+        errors, strategy, plan, backward = self._errors, self.strategy, rung.plan, rung.backward.run
+        assert errors is not None and strategy is not None and plan is not None and backward is not None
+        saved = plan.saved.difference(form.stored for form in taken).union(form.value for form in taken)
+        given: list[str] = []
+
+        def cut(
+            joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, static_lifetime_input_indices: Any = None, **_: Any
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            indices = tuple(static_lifetime_input_indices or ())
+            if torch_private.is_nested_joint(joint):
+                fused = self.options.codegen is Codegen.INDUCTOR
+                return torch_private.stock_partition(
+                    joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=indices, fused=fused
+                )
+            here = Strategy.of(
+                joint, num_fwd_outputs, indices, self._kinds, list(args), self.options, carried=self._carried, earlier=strategy
+            )
+            assert here is strategy, "the same function was traced to another graph"
+            first, second = partition(strategy.captured, saved, codecs=strategy.codecs)
+            given[:] = placeholder_names(second)
+            return first, second
+
+        def around(run: torch_private.Boxed, is_backward: bool) -> torch_private.Boxed:
+            if is_backward:
+                stores = stores_of(strategy.captured, taken, strategy.codecs)
+                run = compared(run, given, backward, rung.backward.given, stores, note)
+            return self._around(run, is_backward)
+
+        def note(relative: float) -> None:
+            error = errors.note(relative, taken, strategy.problem, rounded)
+            if error is not None and error.relative > errors.limit:
+                self._take_back(rounded, f"the gradient error is {error}, and at most {errors.limit:g} is allowed")
+
+        sizes = dict(zip(self._symbols, situation.sizes, strict=True))
+        with (
+            torch_private.compile_lock(),
+            torch_private.tracing_again(self._fake_inputs),
+            _kept_random_state(self.device),
+            planned_sizes(sizes),
+            torch_private.tracing_here(),
+        ):
+            module = torch_private.keep_copy(self._module)
+            run = self._noted(self._generate(module, self._fake_inputs, cut, WrapperAccount(), around=around))
+        return replace(rung, run=run)
+
+    def _take_back(self, rounded: Sequence[Form], reason: str) -> None:
+        """Allow the coarsest of the formats in use no longer, because of the gradients."""
+        assert self._errors is not None
+        coarsest = max((form.format for form in rounded), key=LOSSY.index)
+        self.options = replace(self.options, storage=tuple(name for name in self.options.storage if name != coarsest))
+        self._errors.restart()
+        self._plan_again(f"{reason}: nothing is stored as {coarsest} any more")
 
     def _repeat(self, rung: Rung, args: Sequence[Any]) -> Any:
         """What a checkpoint calls again in backward: it must save what the call saved that it repeats, and is no run of its own."""
@@ -244,6 +345,11 @@ class PlannedGraph:
 
     def remarks(self) -> list[str]:
         """Sentences for `explain` about what was seen while training ran."""
+        errors = self._errors
+        measured = [] if errors is None or errors.latest is None else [f"gradient error: {errors.latest}, at most {errors.limit:g} allowed"]
+        return measured + self._remarks_on_outputs()
+
+    def _remarks_on_outputs(self) -> list[str]:
         if self.plan is None:
             return []
         worth_saying = REMARKED_SHARE * (self.plan.peak_bytes - self.plan.static_bytes)
@@ -268,7 +374,8 @@ class PlannedGraph:
 
     def _rung(self, run: Callable[..., Any]) -> Rung:
         """``run``, by the plan that was made last."""
-        return Rung(run=run, peak_bytes=0 if self.plan is None else self.plan.peak_bytes, held_bytes=self._held_bytes)
+        peak_bytes = 0 if self.plan is None else self.plan.peak_bytes
+        return Rung(run=run, peak_bytes=peak_bytes, held_bytes=self._held_bytes, plan=self.plan, backward=self._backward)
 
     def _serving(self, situation: Situation) -> Rung | None:
         """The rung for ``situation``, or one whose plan covers it."""
@@ -306,6 +413,16 @@ class PlannedGraph:
         sizes = dict(zip(self._symbols, situation.sizes, strict=True))
         with torch_private.tracing_again(self._fake_inputs), _kept_random_state(self.device), planned_sizes(sizes):
             return self._rung(self._build(self._fake_inputs, args))
+
+    def _around_plan(self, code: BackwardCode) -> Around:
+        """As `_around`, for the code of a plan, whose backward is noted."""
+
+        def around(run: torch_private.Boxed, is_backward: bool) -> torch_private.Boxed:
+            if is_backward:
+                code.run = run
+            return self._around(run, is_backward)
+
+        return around
 
     def _around(self, run: torch_private.Boxed, is_backward: bool) -> torch_private.Boxed:
         """Count calls that wait for their backward, and let the observer measure."""
@@ -365,10 +482,12 @@ class PlannedGraph:
         cut = self._partitioner(held, refusal)
         for _ in range(MAX_COMPILES):
             account = WrapperAccount()
+            self._backward = code = BackwardCode()
             run = None
             try:
                 with Heartbeat("tracing, planning and generating code"):
-                    run = self._generate(torch_private.keep_copy(self._module), inputs, cut, account)
+                    module = torch_private.keep_copy(self._module)
+                    run = self._generate(module, inputs, cut, account, around=self._around_plan(code))
             except torch_private.code_generation_error() as error:
                 if refusal or not self._rules_out_plan(error):
                     raise
@@ -396,9 +515,8 @@ class PlannedGraph:
         return True
 
     def _generate(
-        self, module: fx.GraphModule, inputs: Sequence[Any], cut: torch_private.Partitioner, account: WrapperAccount
+        self, module: fx.GraphModule, inputs: Sequence[Any], cut: torch_private.Partitioner, account: WrapperAccount, *, around: Around
     ) -> Callable[..., Any]:
-        around = self._around
         if self.options.codegen is Codegen.EAGER:
             return torch_private.compile_eager(module, inputs, partition=cut, around=around, replays_views=self._replays_views)
         options = {**torch_private.mode_options(self.options.mode or "default"), **self.options.inductor}
@@ -458,7 +576,9 @@ class PlannedGraph:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         self._plan_graph(joint, num_fwd_outputs, static_indices, held)
         assert self.strategy is not None and self.plan is not None
-        return partition(self.strategy.captured, self.plan.saved, self.plan.schedule, codecs=self.strategy.codecs)
+        forward, backward = partition(self.strategy.captured, self.plan.saved, self.plan.schedule, codecs=self.strategy.codecs)
+        self._backward.given = placeholder_names(backward)
+        return forward, backward
 
     def _plan_graph(self, joint: fx.GraphModule, num_fwd_outputs: int, static_indices: tuple[int, ...], held: Sequence[Any]) -> None:
         """Capture a joint graph and choose its plan."""
@@ -481,12 +601,11 @@ class PlannedGraph:
         self.static = self._measure_static(held)
         self._held_bytes = self.static.total_bytes + self._coming_gradient_bytes + self.chain.bytes_before(self, held)
         self._reserve_bytes = self.chain.bytes_after(self, held) if self.budget_bytes is not None else 0
-        self.plan = strategy.solve(
-            self.budget_bytes,
-            held_bytes=self._held_bytes + self._reserve_bytes,
-            gradient_bytes=self.static_of((Kind.GRADIENT,)) + self._coming_gradient_bytes,
-            tight=self._is_repeated or self.chain.continues(self),
-        )
+        self._sample_bytes = 0
+        self.plan = self._solve(strategy)
+        if self._errors is not None and rounded_forms(strategy.problem, self.plan.saved):
+            self._sample_bytes = sample_bytes(strategy.simulator, self.plan, self.budget_bytes)
+            self.plan = self._solve(strategy)
         self.notes[:] = [*self.notes, *strategy.notes_of(self.plan)]
         outside = [BREAK_NOTE] * self.chain.continues(self) + [HOOKS_NOTE] * torch_private.are_saved_tensors_hooked()
         self.notes.extend(outside)
@@ -501,6 +620,15 @@ class PlannedGraph:
             "" if self.budget_bytes is None else f" of {format_bytes(self.budget_bytes)}",
             len(self.plan.saved),
             self.plan.num_recomputed,
+        )
+
+    def _solve(self, strategy: Strategy) -> Plan:
+        """The plan for the budget beside what is held, what later graphs need, and what a sampled step holds besides."""
+        return strategy.solve(
+            self.budget_bytes,
+            held_bytes=self._held_bytes + self._reserve_bytes + self._sample_bytes,
+            gradient_bytes=self.static_of((Kind.GRADIENT,)) + self._coming_gradient_bytes,
+            tight=self._is_repeated or self.chain.continues(self),
         )
 
     def _fits(self, account: WrapperAccount) -> bool:
@@ -537,7 +665,8 @@ class PlannedGraph:
                 hint=f"Its code was read. {FILE_HINT}{self.strategy.hint_of_gradients()}",
                 of_file=str(self.options.plan),
             )
-        besides = self._held_bytes + self._reserve_bytes + self.strategy.margin_bytes + self.strategy.refusal_room_bytes
+        beside_step = self._held_bytes + self._reserve_bytes + self._sample_bytes
+        besides = beside_step + self.strategy.margin_bytes + self.strategy.refusal_room_bytes
         least_bytes = self.strategy.least_need_bytes() + besides
         hint = "The code of every plan that was tried needs more than its simulation. Raise the budget or lower the batch size."
         return BudgetTooSmall(

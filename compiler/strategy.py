@@ -185,7 +185,8 @@ class Strategy:
         bare_captured, bare = captured, captured.problem  # of the graph alone: a plan file serves whatever a loop holds
         mark = fingerprint(bare)
         captured = captured.carrying(carried.planned_bytes)
-        if earlier is not None and earlier.fingerprint == mark and earlier.carried_bytes == carried.planned_bytes:
+        is_same = earlier is not None and earlier.fingerprint == mark and earlier.options.storage == options.storage
+        if earlier is not None and is_same and earlier.carried_bytes == carried.planned_bytes:
             earlier.captured = captured
             return earlier
         forms = find_forms(bare_captured, options.storage, price, pack=options.pack)

@@ -137,6 +137,7 @@ def test_every_option() -> None:
         "storage": ["int8", "bf16"],
         "pack": False,
         "offload": "2GiB",
+        "max_grad_error": None,
         "plan": "plans/gpt.json",
         "plan_mismatch": "resolve",
         "guard": False,

@@ -13,7 +13,7 @@ from dyngran.compiler import torch_private
 from dyngran.compiler.accounting import WrapperAccount
 from dyngran.compiler.offline.torch_emulation import seen_on_card
 from dyngran.compiler.options import Codegen, Options
-from dyngran.compiler.planned_graph import PlannedGraph
+from dyngran.compiler.planned_graph import Around, PlannedGraph
 
 
 class OfflineGraph(PlannedGraph):
@@ -49,7 +49,7 @@ class OfflineGraph(PlannedGraph):
         return outputs
 
     def _generate(
-        self, module: fx.GraphModule, inputs: Sequence[Any], cut: torch_private.Partitioner, account: WrapperAccount
+        self, module: fx.GraphModule, inputs: Sequence[Any], cut: torch_private.Partitioner, account: WrapperAccount, *, around: Around
     ) -> Callable[..., Any]:
         if self.options.codegen is Codegen.EAGER:
             return torch_private.compile_eager(module, inputs, partition=cut, around=lambda run, is_backward: run)
