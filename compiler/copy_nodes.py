@@ -42,7 +42,7 @@ class CopyWriter:
             for node in read.graph.nodes:
                 if node is read or (loops.keys().isdisjoint(node.all_input_nodes) and read not in node.all_input_nodes):
                     continue
-                if node.op == "output" or not _is_loop_or_view(node):
+                if node.op == "output" or not is_loop_or_view(node):
                     for loop in loops:
                         node.prepend(loop)
                     break
@@ -87,7 +87,7 @@ class CopyWriter:
         while self._fused and before.op == "call_function":
             made = _maker(before)
             is_operator = isinstance(made.target, torch._ops.OpOverload) and made.target.namespace != NAMESPACE
-            if is_operator and not _is_loop_or_view(made) and torch_private.is_plain_fake(before.meta.get("val")):
+            if is_operator and not is_loop_or_view(made) and torch_private.is_plain_fake(before.meta.get("val")):
                 return before
             before = before.prev
         return None
@@ -98,6 +98,7 @@ def _maker(node: fx.Node) -> fx.Node:
     return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
-def _is_loop_or_view(node: fx.Node) -> bool:
+def is_loop_or_view(node: fx.Node) -> bool:
+    """Whether a fusing code generator makes no kernel of a node that stands where the node does."""
     made = _maker(node)
     return loop_kind(made) is not LoopKind.NONE or aliased_argument(made) is not None

@@ -15,11 +15,13 @@ import torch
 from families import DEVICES, FAMILIES, family_on, repeatable
 from measure import forward_backward, held_tensors, measured_peak
 from test_storage import LOSS_BYTES, SLACK_BYTES, compiled, decisions, gradients, store_everything
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import dyngran
 from dyngran.compiler import host_memory, stored_forms, strategy
+from dyngran.compiler.copy_nodes import is_loop_or_view
 from dyngran.compiler.options import parse_options
+from dyngran.compiler.planned_graph import PlannedGraph
 from dyngran.compiler.plans.planfile import load_plan
 from dyngran.errors import InvalidOption
 from dyngran.kernels import host_copies
@@ -232,3 +234,37 @@ def test_a_table_of_devices_knows_their_links() -> None:
 def test_the_link_of_a_card_is_measured() -> None:
     link = host.measure_link(torch.device("cuda"))
     assert 1e3 < link.to_host_bytes_per_us < 1e6 and 1e3 < link.to_device_bytes_per_us < 1e6
+
+
+def test_no_kernel_that_could_run_meanwhile_stands_behind_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where loops fuse, between the wait for a value and the first kernel that needs it there are only loops; fetch and wait are bound to
+    kernels before them."""
+    cut: list[fx.GraphModule] = []
+
+    def keep(self: PlannedGraph, *args: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        halves = plan_and_cut(self, *args)
+        cut.append(copy.deepcopy(halves[1]))
+        return halves
+
+    plan_and_cut = PlannedGraph._plan_and_cut
+    monkeypatch.setattr(PlannedGraph, "_plan_and_cut", keep)
+    store_everything(monkeypatch, formats=frozenset({"host"}))
+    module, inputs = layers()
+    torch._dynamo.reset()
+    gradients(torch.compile(module, backend="dyngran", options={"budget": "20GiB", "keep_below": 0, **OFFLOAD}), module, inputs)
+    nodes = list(cut[-1].graph.nodes)
+    fetches = [node for node in nodes if node.target is torch.ops.dyngran.fetch.default]
+    assert len(fetches) > 2
+    for fetch in fetches:
+        (wait,) = [user for user in fetch.users if user.target is torch.ops.dyngran.fetch_wait.default]
+        needs = {fetch}
+        for node in nodes[nodes.index(wait) + 1 :]:
+            if not needs.isdisjoint(node.all_input_nodes):
+                needs.add(node)
+                if not is_loop_or_view(node):
+                    break
+            else:
+                assert is_loop_or_view(node) or "dyngran" in str(node.target), f"{node} stands behind {wait}"
+        for bound, earlier in ((fetch, fetch.args[4]), (wait, wait.args[1])):
+            assert earlier is None or nodes.index(earlier) < nodes.index(bound)
+    assert any(fetch.args[4] is not None for fetch in fetches)
