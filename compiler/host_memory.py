@@ -16,20 +16,21 @@ SPARED_SHARE = 0.5  # of what the host has to spare, unless the user says how mu
 NO_LINK_NOTE = "offload changes nothing here: the device's memory is the host's"
 
 
-def host_link(device: torch.device, options: Options, spec: DeviceSpec) -> HostLink | None:
-    """Measured where the device is, else from the table; None for a device without memory of its own."""
-    if options.device_profile is None and device.type == "cuda":
-        return measure_link(device)
-    return link_of(spec)
+def host_link(device: torch.device, options: Options, spec: DeviceSpec, *, is_offline: bool = False) -> HostLink | None:
+    """Measured where the device is, from the table where it is not; None for a device without memory of its own. ``is_offline``: nothing
+    will run here."""
+    if not is_offline and device.type != "cuda":
+        return None
+    return measure_link(device) if device.type == "cuda" and options.device_profile is None else link_of(spec)
 
 
-def host_limit_bytes(options: Options) -> int:
-    """Page-locked memory that this process may take.
+def host_limit_bytes(options: Options, *, is_offline: bool = False) -> int:
+    """Page-locked memory that this process may take. ``is_offline``: on another host, of which nothing is known.
 
     Raises InvalidOption if the user allows more than the host has. Processes that torchrun started on this host share what it can spare.
     """
     named = None if options.offload is True else int(options.offload)
-    if options.device_profile is not None:  # planned for another host
+    if is_offline:
         return 2**62 if named is None else named
     available_bytes = available_host_bytes()
     if named is None:

@@ -591,6 +591,7 @@ class PlannedGraph:
             self.options,
             carried=self._carried,
             earlier=self.strategy,
+            host_bytes_before=self._host_bytes_before(),
             is_offline=self.is_offline,
         )
         self.strategy, self.device = strategy, strategy.captured.device
@@ -621,6 +622,11 @@ class PlannedGraph:
             len(self.plan.saved),
             self.plan.num_recomputed,
         )
+
+    def _host_bytes_before(self) -> int:
+        """What graphs that run before this one in a step keep in host memory."""
+        before = [graph for graph in self.chain.members_before(self) if graph.strategy is not None and graph.plan is not None]
+        return sum(graph.strategy.host_bytes_of(graph.plan) for graph in before)
 
     def _solve(self, strategy: Strategy) -> Plan:
         """The plan for the budget beside what is held, what later graphs need, and what a sampled step holds besides."""

@@ -40,13 +40,14 @@ from dyngran.compiler.store import (
     store_key,
 )
 from dyngran.compiler.stored_forms import StoredForm, find_copies, find_forms
+from dyngran.kernels.host_copies import host_bytes
 from dyngran.passes.bounds import bound_of
 from dyngran.passes.decide import decide
 from dyngran.passes.errors import BudgetTooSmall, PlanMismatch, format_bytes
 from dyngran.passes.fingerprint import fingerprint
 from dyngran.passes.forms import with_forms
 from dyngran.passes.order_rules import OrderRules, at_the_ends, check_order
-from dyngran.passes.plan import Plan, Schedule
+from dyngran.passes.plan import Action, Plan, Schedule
 from dyngran.passes.problem import Kind, Problem
 from dyngran.passes.schedule import check_schedule, replay_schedule
 from dyngran.passes.simulate import Outcome, Simulator
@@ -144,10 +145,12 @@ class Strategy:
         *,
         carried: Carried,
         earlier: Strategy | None,
+        host_bytes_before: int = 0,
         is_offline: bool = False,
     ) -> Strategy:
         """Capture a joint graph. ``earlier`` is kept, with its planner, if the graph and what is carried are still the same.
 
+        ``host_bytes_before``: what graphs that run before this one in a step keep in host memory.
         ``is_offline``: no code is generated and nothing is remembered, so that the same graph always gets the same plan.
         """
         fused = options.codegen is Codegen.INDUCTOR
@@ -190,10 +193,11 @@ class Strategy:
             earlier.captured = captured
             return earlier
         forms = find_forms(bare_captured, options.storage, price, pack=options.pack)
-        link = host_link(device, options, spec) if options.offload else None
+        link = host_link(device, options, spec, is_offline=is_offline) if options.offload else None
         if link is not None:
             first = () if options.plan is None else values_on_host(load_plan(options.plan), bare, mark)
-            forms += find_copies(bare_captured, link, first=first, limit_bytes=host_limit_bytes(options))
+            limit_bytes = max(0, host_limit_bytes(options, is_offline=is_offline) - host_bytes_before)
+            forms += find_copies(bare_captured, link, first=first, limit_bytes=limit_bytes)
         return cls(captured, options, mark, bare=bare, forms=forms, is_offline=is_offline)
 
     def measure_workspace(self, target: object, args: tuple[object, ...]) -> int | None:
@@ -398,6 +402,11 @@ class Strategy:
         self._without_code.add(plan.saved)
         self.is_plain = len(self._without_code) == 1
         return True
+
+    def host_bytes_of(self, plan: Plan) -> int:
+        """What a plan takes of the host's memory."""
+        forms = [form for stored in plan.saved if (form := self.problem.form_of.get(stored)) and form.action is Action.OFFLOAD]
+        return sum(host_bytes(self.problem.values[form.value].size_bytes) for form in forms)
 
     def rounds_at_random(self, plan: Plan) -> bool:
         """Whether a plan stores values in a format that draws random numbers."""

@@ -18,12 +18,13 @@ from test_storage import LOSS_BYTES, SLACK_BYTES, compiled, decisions, gradients
 from torch import Tensor, fx, nn
 
 import dyngran
-from dyngran.compiler import host_memory, stored_forms, strategy
+from dyngran.compiler import host_memory, registry, stored_forms, strategy
+from dyngran.compiler.cli import main
 from dyngran.compiler.copy_nodes import is_loop_or_view
 from dyngran.compiler.options import parse_options
 from dyngran.compiler.planned_graph import PlannedGraph
 from dyngran.compiler.plans.planfile import load_plan
-from dyngran.errors import InvalidOption
+from dyngran.errors import InvalidOption, PlanMismatch
 from dyngran.kernels import host_copies
 from dyngran.passes import host
 from dyngran.passes.copies import HostLink
@@ -37,7 +38,7 @@ OFFLOAD: dict[str, object] = {"offload": True, "pack": False}
 @pytest.fixture(autouse=True)
 def fast_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """A link that has time for whatever is copied, and for small values as well."""
-    monkeypatch.setattr(strategy, "host_link", lambda *_: FAST)
+    monkeypatch.setattr(strategy, "host_link", lambda *_, **__: FAST)
     small = partial(stored_forms.find_copies, min_bytes=1024)  # less may be a state of a random generator, which lies on the host
     monkeypatch.setattr(strategy, "find_copies", small)
 
@@ -268,3 +269,64 @@ def test_no_kernel_that_could_run_meanwhile_stands_behind_a_wait(monkeypatch: py
         for bound, earlier in ((fetch, fetch.args[4]), (wait, wait.args[1])):
             assert earlier is None or nodes.index(earlier) < nodes.index(bound)
     assert any(fetch.args[4] is not None for fetch in fetches)
+
+
+class Parts(nn.Module):
+    """Three graphs with breaks between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = ([nn.Linear(64, 64), nn.Tanh()] * 3 for _ in range(3))
+        self.first, self.second, self.third = (nn.Sequential(*(copy.deepcopy(one) for one in part)) for part in layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        x = self.second(x)
+        torch._dynamo.graph_break()
+        return self.third(x).square().mean()
+
+
+def test_graphs_of_one_step_share_the_host_s_memory() -> None:
+    torch.manual_seed(0)
+    module, inputs = Parts(), (torch.randn(1024, 64),)
+    step = compiled(module, budget=None)
+    want = gradients(step, module, inputs)
+    budget = dyngran.explain(step).predicted_peak_bytes - 3 * inputs[0].nbytes
+    limit = 2 * host_copies.host_bytes(inputs[0].nbytes)
+    step = compiled(module, budget=int(budget), offload=limit, pack=False)
+    assert all(map(torch.equal, gradients(step, module, inputs), want))
+    graphs = [graph for graph in registry.graphs_of(step) if graph.plan is not None and graph.options.offload == limit]
+    on_host = [host_copies.host_bytes(one.size_bytes) for graph in graphs for one in graph.plan.decisions if one.format == "host"]
+    assert len(graphs) == 3 and on_host and sum(on_host) <= limit
+
+
+def test_on_a_cpu_a_device_profile_offloads_nothing_and_training_asks_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strategy, "host_link", host_memory.host_link)
+    module, inputs = layers()
+    step = compiled(module, device_profile="h200", budget="36MiB", **OFFLOAD)
+    gradients(step, module, inputs)
+    assert not decisions(step)
+    monkeypatch.setattr(strategy, "host_link", lambda *_, **__: FAST)
+    with pytest.raises(InvalidOption, match=r"offload = 976562 TiB|offload = .*TiB, and this host has"):
+        gradients(compiled(module, device_profile="h200", offload="999999TiB"), module, inputs)
+
+
+def test_plan_files_with_copies_are_compared_and_refused_by_the_option_s_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module, inputs = layers()
+    free = compiled(module, budget=None)
+    gradients(free, module, inputs)
+    paths = [tmp_path / "two.json", tmp_path / "three.json", tmp_path / "deeper.json"]
+    for count, path in ((1, paths[0]), (2, paths[1])):
+        step = compiled(module, budget=dyngran.explain(free).predicted_peak_bytes - count * inputs[0].nbytes, **OFFLOAD)
+        gradients(step, module, inputs)
+        dyngran.save_plan(path, step)
+    deeper = Layers(depth=8)
+    step = compiled(deeper, budget=None)
+    gradients(step, deeper, inputs)
+    dyngran.save_plan(paths[2], step)
+    assert main(["diff", str(paths[0]), str(paths[1])]) in (0, 1)
+    assert "offload host" in capsys.readouterr().out
+    assert main(["diff", str(paths[1]), str(paths[2])]) in (0, 1)  # other graphs, whose regions are paired
+    with pytest.raises(PlanMismatch, match="needs the option offload"):
+        gradients(compiled(module, plan=str(paths[0]), pack=False), module, inputs)

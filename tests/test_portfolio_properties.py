@@ -13,14 +13,16 @@ from threading import Timer
 from unittest.mock import patch
 
 import pytest
-from problems import Builder, conv_net, densenet, encoder_decoder, layered, transformer, two_towers, unet
+from problems import Builder, conv_net, densenet, encoder_decoder, layered, storable, transformer, two_towers, unet
 from problems import chain as chain_of
 
 from dyngran.passes import moves
+from dyngran.passes.copies import HostLink, plan_copies
 from dyngran.passes.errors import BudgetTooSmall
-from dyngran.passes.plan import Plan
+from dyngran.passes.forms import Offer, Transfer, with_forms
+from dyngran.passes.plan import Action, Plan
 from dyngran.passes.problem import Kind, Problem, Side
-from dyngran.passes.simulate import Outcome, free_transient
+from dyngran.passes.simulate import Outcome, Simulator, free_transient
 from dyngran.passes.solvers.portfolio import Planner
 
 FAMILIES: dict[str, Callable[[], Problem]] = {
@@ -381,3 +383,20 @@ def test_the_hierarchical_planner_s_answer_does_not_depend_on_what_was_asked_bef
         asked = planner.solve(budget_bytes, solver="hierarchical")
         alone = Planner(problem).solve(budget_bytes, solver="hierarchical")
         assert (asked.saved, asked.time_us) == (alone.saved, alone.time_us)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.4, 0.8])
+def test_allowing_forms_makes_no_plan_slower(share: float) -> None:
+    """With copies to host memory allowed, at budgets where orders of ops are the answer as well."""
+    bare = transformer(2)
+    link = HostLink(to_host_bytes_per_us=3e4, to_device_bytes_per_us=3e4, latency_us=0.0, source="made")
+    values = [value for value in storable(bare) if bare.values[value].size_bytes]
+    copies = plan_copies(Simulator(bare), values, link, host_bytes=dict.fromkeys(values, 1), limit_bytes=10**9)
+    moved = Transfer(cost_us=1.0)
+    first = Offer(value=0, action=Action.OFFLOAD, format="host", size_bytes=0, store=moved, load=moved)
+    offers = [replace(first, value=one.value, stored_after=one.done, fetch=one.fetch, copy_us=one.copy_us) for one in copies]
+    plain, formed = Planner(bare), Planner(with_forms(bare, offers))
+    frontier = plain.frontier(with_orders=True)
+    least, most = frontier[0].peak_bytes, frontier[-1].peak_bytes
+    budget = int(least + share * (most - least))
+    assert formed.solve(budget).time_us <= plain.solve(budget).time_us + 1e-6

@@ -9,6 +9,7 @@ from itertools import accumulate
 from statistics import fmean
 
 from dyngran.passes.correspondence import correspondence
+from dyngran.passes.forms import without_forms
 from dyngran.passes.isomorphism import Isomorphism
 from dyngran.passes.problem import Op, Problem
 
@@ -24,8 +25,9 @@ class Pairing:
 def pair_whole_steps(
     committed: Sequence[Problem], their_saved: Sequence[Collection[int]], fresh: Sequence[Problem], our_saved: Sequence[Collection[int]]
 ) -> Pairing:
-    """Region by region, whichever graph a region stands in; ``*_saved`` are the values that matter."""
-    theirs, ours = _union(committed), _union(fresh)
+    """Region by region, whichever graph a region stands in; ``*_saved`` are the values that matter. Forms of storage are left out: what may
+    be stored, and when, says nothing about what a graph computes."""
+    theirs, ours = (_union([without_forms(problem) for problem in problems]) for problems in (committed, fresh))
     there, here = (
         [one.place[at, value] for at, saved in enumerate(each) for value in saved]
         for one, each in ((theirs, their_saved), (ours, our_saved))

@@ -56,6 +56,8 @@ def run(options: argparse.Namespace) -> int:
         if graph.runs > 1:
             number = f"graph {position + 1} of {len(document.graphs)}"
             console.print(f"{number} runs {graph.runs} times in a step: the budget is checked for one run of it.", soft_wrap=True)
+    if document.settings.offload and document.device == "cpu":
+        console.print("Nothing is offloaded: the memory of a CPU is the host's.", soft_wrap=True)
     console.print(f"Look at it:  dyngran-plan show {path}", markup=False, soft_wrap=True)
     console.print(f"Train by it: {_training_call(document, path)}", markup=False, soft_wrap=True)
     return 0
@@ -73,4 +75,4 @@ def _training_call(document: PlanDocument, path: str) -> str:
     if document.settings.storage:
         options["storage"] = list(document.settings.storage)
     dynamic = ", dynamic=True" if document.settings.dynamic else ""
-    return f'torch.compile(model, backend="dyngran"{dynamic}, options={json.dumps(options)})'
+    return f'torch.compile(model, backend="dyngran"{dynamic}, options={json.dumps(options).replace(": true", ": True")})'

@@ -126,9 +126,11 @@ def settings_of(document: PlanDocument) -> list[tuple[str, str]]:
         "profile": settings.profile,
         "keep below": settings.keep_below,
         "storage": ", ".join(settings.storage) or None,
+        "offload": None if isinstance(settings.offload, bool) else format_bytes(settings.offload),
     }
     named = [(name, str(value)) for name, value in given.items() if value is not None]
-    return named + [("dynamic", "shapes")] * settings.dynamic + [("no", "packing")] * (not settings.pack)
+    switches = [("dynamic", "shapes")] * settings.dynamic + [("no", "packing")] * (not settings.pack)
+    return named + switches + [("offload", "to the host")] * (settings.offload is True)
 
 
 def _grid(title: str, rows: Mapping[str, str]) -> RenderableType:

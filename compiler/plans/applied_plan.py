@@ -110,8 +110,11 @@ def _mapped(stored: GraphPlan, found: Isomorphism, problem: Problem, source: str
     )
     if -1 in saved:
         formats = sorted({form_of[value].format for value in plan.saved if value in form_of})
+        on_host = {form.action for form in problem.forms} | {form_of[value].action for value in plan.saved if value in form_of}
+        needs_offload = Action.OFFLOAD in on_host and not any(form.action is Action.OFFLOAD for form in problem.forms)
+        hint = "What it keeps in host memory needs the option offload, and a card. " if needs_offload else ""
         raise PlanMismatch(
-            f"plan file {fspath(source)!r} stores values as {', '.join(formats)}, and not all of them can be stored so here. {REMEDY}"
+            f"plan file {fspath(source)!r} stores values as {', '.join(formats)}, and not all of them can be stored so here. {hint}{REMEDY}"
         )
     if plan.schedule is None:
         return saved, None

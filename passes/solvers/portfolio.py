@@ -114,6 +114,8 @@ class Planner:
         self.simulator = Simulator(problem)
         self._bare = self.simulator.bare  # for those who know no forms
         self.judge = Judge(self.simulator, on_simulation=self._tick, accepts=accepts)
+        self._accepts = accepts
+        self._plain: Planner | None = None  # of the problem without forms
         self.truncated = False
         self._progress = progress or (lambda line: None)
         self._max_seconds = max_seconds
@@ -209,14 +211,28 @@ class Planner:
 
     def _search_with_forms(self) -> None:
         """On from all that is found without forms: whoever allows one more way to store values gets no slower plan for it."""
-        plain = Planner(self._bare.problem, progress=self._progress, max_seconds=self._max_seconds / 2)
-        for outcome in plain.frontier():
-            self.judge(outcome.saved, plain.finder_of(outcome))
-        self.truncated |= plain.truncated
+        self._take_over(self._without_forms())
         self._once("forms", "forms", forms.propose(self.simulator, self._along_the_frontier(NUM_FORM_STARTS)))
         self._once("regions", "hierarchical", self._by_regions("auto", None, guides=NUM_GUIDES))
         found = [entry.outcome.saved for entry in self.judge.archive.frontier() if entry.outcome.schedule is None]
         self._once("offload", "forms", forms.offloaded(self.simulator, found))
+
+    def _without_forms(self) -> Planner:
+        """A planner of the problem without forms, which has searched."""
+        if self._plain is None:
+            seconds = self._max_seconds / 2
+            self._plain = Planner(self._bare.problem, progress=self._progress, max_seconds=seconds, accepts=self._accepts)
+            self._plain._search()
+        return self._plain
+
+    def _take_over(self, plain: Planner) -> None:
+        for entry in plain.judge.archive.frontier():
+            schedule = entry.outcome.schedule
+            if schedule is None:
+                self.judge(entry.outcome.saved, entry.solver)
+            else:
+                self.judge.judge_schedule(schedule, entry.solver)
+        self.truncated |= plain.truncated
 
     def _search_plain(self) -> None:
         num_ops = len(self.problem.ops)
@@ -257,7 +273,10 @@ class Planner:
         self._search()
         if self.truncated:
             return
-        if self._is_all_forward:
+        if self.problem.forms and not self.problem.fused:  # orders use no forms
+            self._without_forms().search_schedules(budget_bytes)
+            self._take_over(self._without_forms())
+        elif self._is_all_forward:
             self.search_orders(budget_bytes)
         elif not self._is_fastest_proven(budget_bytes):
             self._search_rungs_of_orders()
