@@ -184,8 +184,7 @@ class PlannedGraph:
             self._look(args, self._serving(situation))
         rung = self._rungs.get(situation) or self._rung_for(situation, args)
         if not torch_private.is_in_backward():  # else a checkpoint's first call with gradients, which repeats none of ours
-            self._ran_with[situation.sizes] = rung
-            rung = self._sampled(rung, situation, args)
+            rung = self._ran_with[situation.sizes] = self._sampled(rung, situation, args)
         outputs = rung.run(*args)
         self._returned.watch(outputs, args)
         return outputs
