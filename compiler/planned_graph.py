@@ -66,7 +66,7 @@ REMARKED_SHARE = 0.01  # of the predicted transient: outputs that are not held a
 WATCHED_CALLS = 6  # calls in which what is held is measured again: optimizer state and gradients appear during the first steps
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class BackwardCode:
     """The boxed callable of one backward, None until it has been compiled, and the names of what it is given."""
 
