@@ -529,6 +529,7 @@ class PlannedGraph:
             on_code=account.add,
             budget_bytes=self._tuning_budget_bytes,
             frees_at_once=self._frees_at_once,
+            keeps_order=self._keeps_order,
             replays_views=self._replays_views,
         )
 
@@ -542,6 +543,12 @@ class PlannedGraph:
         changed."""
         is_ours = self.strategy is not None and self.plan is not None and self.plan.saved != self.strategy.free.saved
         return is_ours and "allow_buffer_reuse" not in self.options.inductor
+
+    def _keeps_order(self) -> bool:
+        """Where a plan fetches copies ahead: to save memory Inductor would fetch them when they are read, and wait. Where the user chose,
+        nothing is changed."""
+        has_copies = self.strategy is not None and self.plan is not None and self.strategy.host_bytes_of(self.plan) > 0
+        return has_copies and "reorder_for_peak_memory" not in self.options.inductor
 
     def _tuning_budget_bytes(self) -> int | None:
         """The budget on a card; None where there is none."""

@@ -33,7 +33,7 @@ from dyngran.passes.solvers.mincut import worth_keeping
 aten = torch.ops.aten
 
 MIN_SAVED_BYTES = 512  # the caching allocator's unit
-MIN_COPIED_BYTES = 2**20  # smaller copies take little longer to make again than to start
+MIN_COPIED_BYTES = 4 * 2**20  # a smaller copy saves little, and waits behind larger ones
 SAME_TIME = 1.05  # times that differ by less are measurements of the same
 LINEAR = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::convolution_backward"})
 # Operators that choose by comparing: what they choose from a value that differs a little may be something else altogether.

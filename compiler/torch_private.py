@@ -444,13 +444,15 @@ def compile_inductor(
     on_code: Callable[[GeneratedCode], None],
     budget_bytes: Callable[[], int | None],
     frees_at_once: Callable[[], bool],
+    keeps_order: Callable[[], bool],
     replays_views: bool = True,
 ) -> Callable[..., Any]:
     """Inductor, with our partition in its own door.
 
     ``on_code`` sees the generated wrapper of each graph; ``around(run, is_backward)`` may wrap the boxed callable that runs it;
     ``budget_bytes`` is what may be allocated on the card while kernels are tuned in the first run, None as much as they like.
-    ``frees_at_once`` is asked once the graph is cut: if so, a buffer that has been read is freed, and not held for a later one of its size.
+    ``frees_at_once`` and ``keeps_order`` are asked once the graph is cut: if so, a buffer that has been read is freed, and not held for a
+    later one of its size; kernels are not moved to save memory, and copies from host memory stay ahead (`fetched_ahead`).
     ``replays_views`` as for `compile_eager`.
     """
     from torch._inductor import config
@@ -460,7 +462,9 @@ def compile_inductor(
         is_backward = bool(kwargs.get("is_backward", False))
         if is_backward:
             _keep_saved_tensors_intact()
-        with _random_order_kept(), config.patch({"allow_buffer_reuse": False} if frees_at_once() else {}):
+        changed: dict[str, Any] = {"allow_buffer_reuse": False} if frees_at_once() else {}
+        changed |= {"reorder_for_peak_memory": False, "_post_fusion_custom_pass": fetched_ahead} if keeps_order() else {}
+        with _random_order_kept(), config.patch(changed):
             compiled: Any = compile_fx_inner(gm, example_inputs, **kwargs)
         if getattr(compiled, "source_code", None):
             on_code(GeneratedCode(source=compiled.source_code, graph=gm, is_backward=is_backward))
@@ -751,6 +755,20 @@ def _random_order_kept() -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
     kept: contextlib.AbstractContextManager[None] = config.patch(post_grad_custom_post_pass=RandomOrder(config.post_grad_custom_post_pass))
     return kept
+
+
+def fetched_ahead(kernels: list[Any]) -> list[Any]:
+    """Inductor's kernels (`BaseSchedulerNode`) with each copy from host memory right after what it reads, as the graph has it.
+
+    A loop that became a part of an earlier one takes along whatever it reads: kernels that the copy was to run beside then stand before it.
+    """
+    fetches = [kernel for kernel in kernels if getattr(kernel.node, "op_overload", None) is torch.ops.dyngran.fetch.default]
+    ordered = [kernel for kernel in kernels if kernel not in fetches]
+    for fetch in fetches:
+        place = {name: at for at, kernel in enumerate(ordered) for name in kernel.get_buffer_names()}
+        before = [place[read.name] for read in fetch.unmet_dependencies if read.name in place]
+        ordered.insert(max(before) + 1 if before else 0, fetch)
+    return ordered
 
 
 def lays_out_channels_last(module: fx.GraphModule) -> bool:

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from dyngran.compiler import torch_private
+from dyngran.kernels.operators import register
 from dyngran.passes.problem import Kind
 
 RELEASE = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -71,6 +72,30 @@ class Seen:
 @pytest.fixture(name="seen")
 def _seen() -> Seen:
     return Seen(Net(), torch.randn(4, 8))
+
+
+class Kernel:
+    """What `fetched_ahead` asks of Inductor's kernels."""
+
+    def __init__(self, name: str, *reads: str, target: object = None) -> None:
+        self.name, self.unmet_dependencies = name, [SimpleNamespace(name=read) for read in reads]
+        self.node = SimpleNamespace(op_overload=target)
+
+    def get_buffer_names(self) -> list[str]:
+        return [self.name]
+
+
+def test_copies_stand_right_after_what_they_read() -> None:
+    fetch = register().fetch.default
+    kernels = [
+        Kernel("mm", "given"),
+        Kernel("attention", "mm"),
+        Kernel("sum", "attention"),
+        Kernel("one", "mm", target=fetch),
+        Kernel("two", "one", "sum"),
+        Kernel("other", "host", target=fetch),
+    ]
+    assert [kernel.name for kernel in torch_private.fetched_ahead(kernels)] == ["other", "mm", "one", "attention", "sum", "two"]
 
 
 def test_this_release_is_a_supported_one() -> None:
@@ -385,6 +410,7 @@ def test_inductor_compilation_hands_out_the_generated_code_of_both_graphs() -> N
             on_code=codes.append,
             budget_bytes=lambda: None,
             frees_at_once=lambda: False,
+            keeps_order=lambda: False,
         )
 
     torch._dynamo.reset()
