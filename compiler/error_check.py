@@ -32,7 +32,7 @@ from dyngran.runtime.gradient_error import relative_error, sketches
 log = logging.getLogger("dyngran")
 
 EVERY, FIRST = 1000, 3  # calls between samples, and the first one of a plan: in eager code backward is compiled when it first runs
-
+RETRY = 20  # calls until the next sample after one whose gradients were not finite, as while a loss is scaled down
 SAMPLE_SHARE = 0.1
 MAX_PARTS = 8  # each is compiled
 
@@ -87,6 +87,7 @@ class ErrorCheck:
         """Adds what one step has measured of ``part`` of the ``rounded`` values. The error, once it is known or above the limit."""
         if math.isnan(relative):
             log.info("the gradient error was not measured: gradients of this step are not finite")
+            self._parts, self._num_calls = [], FIRST - RETRY
             return None
         self._square += relative**2
         self._measured += part

@@ -36,7 +36,7 @@ from dyngran.compiler.static_memory import Carried, StaticMemory, input_kinds, m
 from dyngran.compiler.store import options_key
 from dyngran.compiler.strategy import FILE_HINT, Strategy
 from dyngran.kernels.steps import advance_step, step_tensor
-from dyngran.passes.errors import BudgetTooSmall, DyngranError, ToolMissing, format_bytes
+from dyngran.passes.errors import BudgetTooSmall, DyngranError, GraphBroken, ToolMissing, format_bytes
 from dyngran.passes.plan import Plan
 from dyngran.passes.problem import Form, Kind
 from dyngran.passes.signature import planned_sizes
@@ -224,10 +224,10 @@ class PlannedGraph:
                 return torch_private.stock_partition(
                     joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=indices, fused=fused
                 )
-            here = Strategy.of(
-                joint, num_fwd_outputs, indices, self._kinds, list(args), self.options, carried=self._carried, earlier=strategy
-            )
-            assert here is strategy, "the same function was traced to another graph"
+            carried = replace(self._carried, planned_bytes=strategy.carried_bytes)  # as the plan has it
+            here = Strategy.of(joint, num_fwd_outputs, indices, self._kinds, list(args), self.options, carried=carried, earlier=strategy)
+            if here is not strategy:
+                raise GraphBroken("the gradient error cannot be measured: the same function was traced to another graph this time")
             first, second = partition(strategy.captured, saved, codecs=strategy.codecs)
             given[:] = placeholder_names(second)
             return first, second

@@ -463,7 +463,10 @@ def compile_inductor(
         if is_backward:
             _keep_saved_tensors_intact()
         changed: dict[str, Any] = {"allow_buffer_reuse": False} if frees_at_once() else {}
-        changed |= {"reorder_for_peak_memory": False, "_post_fusion_custom_pass": fetched_ahead} if keeps_order() else {}
+        if keeps_order():
+            changed["reorder_for_peak_memory"] = False
+            if getattr(config, "_post_fusion_custom_pass", fetched_ahead) is None:  # a pass of the user's stays
+                changed["_post_fusion_custom_pass"] = fetched_ahead
         with _random_order_kept(), config.patch(changed):
             compiled: Any = compile_fx_inner(gm, example_inputs, **kwargs)
         if getattr(compiled, "source_code", None):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import dyngran
 from dyngran.compiler import planned_graph
-from dyngran.compiler.error_check import FIRST, MAX_PARTS, ErrorCheck, held_bytes, parts_of_sample
+from dyngran.compiler.error_check import FIRST, MAX_PARTS, RETRY, ErrorCheck, held_bytes, parts_of_sample
 from dyngran.compiler.options import parse_options
 from dyngran.compiler.registry import graphs_of
 from dyngran.errors import InvalidOption
@@ -190,7 +190,8 @@ def test_parts_of_a_sample_cover_each_kind_first_and_stop_at_what_is_too_much() 
     check = ErrorCheck(0.01)
     due = [check.due_part(lambda: parts_of_sample(problem, everything, 16)) for _ in range(FIRST)]
     assert due[:-1] == [None] * (FIRST - 1) and due[-1] == parts[0]
-    assert check.note(math.nan, parts[0], problem, everything) is None and check.latest is None
+    assert check.note(math.nan, parts[0], problem, everything) is None and check.latest is None  # not finite: another sample soon
+    assert [check.due_part(lambda: list(parts)) for _ in range(RETRY)] == [None] * (RETRY - 1) + [parts[0]]
     assert check.note(0.006, parts[0], problem, everything) is None
     assert check.due_part(list) == parts[1]
     error = check.note(0.009, parts[1], problem, everything)

@@ -20,6 +20,7 @@ import pytest
 import torch
 from joint import cut, save_nothing
 from torch import Tensor, fx, nn
+from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
@@ -86,6 +87,7 @@ class Kernel:
 
 
 def test_copies_stand_right_after_what_they_read() -> None:
+    assert hasattr(inductor_config, "_post_fusion_custom_pass")  # where Inductor asks for it
     fetch = register().fetch.default
     kernels = [
         Kernel("mm", "given"),
