@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TextIO
@@ -42,7 +42,8 @@ def run_jobs(
     try:
         while True:
             while len(running) < num_processes and (job := next(waiting, None)) is not None:
-                running.append(_start(*job, timeout_s))
+                with _sigterm_waits():
+                    running.append(_start(*job, timeout_s))
             if not running:
                 return
             ready, _, _ = select.select([one.pipe for one in running], [], [], 1.0)
@@ -104,7 +105,8 @@ class Answering:
                     pipe.write(self._answer(question.removesuffix("\n")) + "\n")
                     pipe.flush()
 
-        self._running = _fork("", answer_all, timeout_s)
+        with _sigterm_waits():
+            self._running = _fork("", answer_all, timeout_s)
         os.close(reading)
         return self._running
 
@@ -113,6 +115,19 @@ class Answering:
         one, self._running = self._running, None
         os.close(self._questions)
         return one
+
+
+@contextmanager
+def _sigterm_waits() -> Iterator[None]:
+    """SIGTERM is heeded after the block: what has just been forked is not yet known to those who end it."""
+    came = []
+    heeded = signal.signal(signal.SIGTERM, lambda *_: came.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, heeded)
+        if came:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _start(name: str, job: Callable[[], str], timeout_s: float) -> Running:

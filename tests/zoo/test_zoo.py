@@ -120,21 +120,35 @@ import os, signal, sys
 sys.path.insert(0, os.getcwd())
 from forks import end_on_sigterm, run_jobs
 
+fork = os.fork
+
+def fork_and_be_stopped() -> int:
+    process = fork()
+    if process:
+        print(process, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+    return process
+
 def job() -> str:
-    print(os.getpid(), flush=True)
+    if sys.argv[1] == "running":
+        print(os.getpid(), flush=True)
     signal.pause()
     return ""
 
+if sys.argv[1] == "forking":
+    os.fork = fork_and_be_stopped
 end_on_sigterm()
 list(run_jobs([("sleeps", job)], num_processes=1, timeout_s=600))
 """
 
 
-def test_a_run_that_is_stopped_leaves_no_process() -> None:
-    run = subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True, cwd=FOLDER.parent)
+@pytest.mark.parametrize("when", ["forking", "running"])
+def test_a_run_that_is_stopped_leaves_no_process(when: str) -> None:
+    run = subprocess.Popen([sys.executable, "-c", STOPPED, when], stdout=subprocess.PIPE, text=True, cwd=FOLDER.parent)
     assert run.stdout is not None
     job = int(run.stdout.readline())
-    run.terminate()
+    if when == "running":
+        run.terminate()
     assert run.wait(timeout=60) == 128 + signal.SIGTERM
     with pytest.raises(ProcessLookupError):
         os.kill(job, 0)
