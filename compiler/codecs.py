@@ -7,6 +7,7 @@ reads it; where every node is a kernel, one operator of `dyngran.kernels` does a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -68,14 +69,14 @@ class Writer:
         self.nodes: list[fx.Node] = []
         self._meta = meta or {}
 
-    def call(self, target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         return self._call(None, target, args, kwargs)
 
     def call_on_host(self, target: torch._ops.OpOverload, *args: Any) -> fx.Node:
         """A node whose result is in host memory."""
         return self._call(torch.device("cpu"), target, args, {})
 
-    def _call(self, device: torch.device | None, target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    def _call(self, device: torch.device | None, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
         values, named = fx.node.map_arg((args, kwargs), lambda one: one.meta["val"])
         node.meta = {**self._meta, "val": torch_private.fake_call(self._mode_of, target, values, named, device=device)}

@@ -22,6 +22,7 @@ from dyngran.compiler import torch_private
 from dyngran.compiler.capture import Captured
 from dyngran.compiler.codecs import Codec, Writer
 from dyngran.compiler.options import LOSSY
+from dyngran.compiler.slices import Slice
 from dyngran.passes.classes import value_classes
 from dyngran.passes.forms import stored_name
 from dyngran.passes.plan import Plan
@@ -158,7 +159,7 @@ def sample_bytes(simulator: Simulator, plan: Plan, budget_bytes: int | None) -> 
     return held_bytes(simulator, plan.saved) + max(min(sizes), min(sum(sizes), most_bytes))
 
 
-def stores_of(captured: Captured, forms: Sequence[Form], codecs: Mapping[int, tuple[int, Codec]]) -> dict[str, tuple[str, Store]]:
+def stores_of(captured: Captured, forms: Sequence[Form], codecs: Mapping[int, tuple[int, Codec | Slice]]) -> dict[str, tuple[str, Store]]:
     """By the name of what is stored, the name of the value and what stores it."""
     stores: dict[str, tuple[str, Store]] = {}
     for form in forms:

@@ -45,6 +45,7 @@ OPTION_NAMES = (
     "pack",
     "plan",
     "plan_mismatch",
+    "slice",
     "solver",
     "storage",
 )
@@ -84,6 +85,7 @@ class Options:
         storage: lossy formats (of `LOSSY`) that values may be stored in between forward and backward; none without a name.
         max_grad_error: relative error of gradients that rounded values may cause, measured and enforced; None: whatever the formats imply.
         pack: whether values may be stored in lossless formats (bits, narrow integers).
+        slice: whether a part of a value may be stored, and the rest of it made again.
         offload: how many bytes of host memory, page-locked, may hold values between forward and backward. True: half of what the host can
             spare; False: none.
         plan: file to take the plan from instead of solving; not opened here. plan_mismatch: what to do if it is for another graph.
@@ -101,6 +103,7 @@ class Options:
     storage: tuple[str, ...] = ()
     max_grad_error: float | None = None
     pack: bool = True
+    slice: bool = True
     offload: bool | int = False
     plan: Path | None = None
     plan_mismatch: PlanMismatchPolicy = PlanMismatchPolicy.REFUSE
@@ -185,6 +188,7 @@ def _read(options: Mapping[str, object], *, sources: Mapping[str, str]) -> Optio
         storage=_storage(options.get("storage", ())),
         max_grad_error=_max_grad_error(options.get("max_grad_error")),
         pack=_switch("pack", options.get("pack", True)),
+        slice=_switch("slice", options.get("slice", True)),
         offload=_offload(options.get("offload")),
         plan=_plan(options.get("plan")),
         plan_mismatch=PlanMismatchPolicy(

@@ -13,6 +13,8 @@ from dyngran.compiler.capture import Captured
 from dyngran.compiler.codecs import Codec, Offload, Writer, origin
 from dyngran.compiler.copy_nodes import CopyWriter
 from dyngran.compiler.order_rules import order_rules
+from dyngran.compiler.slice_nodes import SlicedJoint, moved, with_slices
+from dyngran.compiler.slices import Slice
 from dyngran.compiler.unroll import unroll
 from dyngran.passes.errors import GraphBroken, InvalidOption
 from dyngran.passes.forms import loaded_name, stored_name
@@ -23,7 +25,7 @@ from dyngran.passes.schedule import check_schedule
 
 
 def partition(
-    captured: Captured, saved: Iterable[int], schedule: Schedule | None = None, *, codecs: Mapping[int, tuple[int, Codec]] = {}
+    captured: Captured, saved: Iterable[int], schedule: Schedule | None = None, *, codecs: Mapping[int, tuple[int, Codec | Slice]] = {}
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """(forward, backward) modules for a set of saved values, random masks replayed, recompute placed before its first reader.
 
@@ -36,21 +38,40 @@ def partition(
     """
     if schedule is not None:
         return _partition_scheduled(captured, frozenset(saved), schedule)
-    joint = captured.joint.module
     stored = dict(codecs[value] for value in saved if value in codecs)
     crossing = {codecs[value][0] if value in codecs else value for value in saved}
-    saved_nodes = [node for value in sorted(crossing) if (node := captured.nodes[value]) is not None]
+    sliced = _with_slices(captured, stored)
+    joint = captured.joint.module if sliced is None else sliced.module
+    saved_nodes = [node for value in sorted(crossing) if (node := _crossing_node(captured, value, sliced)) is not None]
     symbols = _forward_symbols(captured)
-    forward, backward = _extract(captured, joint, _inputs_of_backward(captured, joint, saved_nodes) + saved_nodes, symbols)
+    forward, backward = _extract(
+        captured,
+        joint,
+        _inputs_of_backward(captured, joint, saved_nodes) + saved_nodes,
+        moved(symbols, sliced),
+        None if sliced is None else sliced.nodes,
+    )
+    if sliced is not None:
+        sliced.restore(forward)
     _drop_unread_random(backward)
     forward, backward = _replay_random(captured, forward, backward, len(symbols))
     backward = delay_recompute(
         backward, is_root=lambda node: torch_private.is_tangent(node) or torch_private.must_be_in_backward(node) or _is_mutation(node)
     )
     _check_no_pinned_twice(captured, forward, backward)
-    if stored:
-        _store(captured, stored, forward, backward)
+    _store(captured, {value: codec for value, codec in stored.items() if not isinstance(codec, Slice)}, forward, backward)
     return _raised(forward), _raised(backward)
+
+
+def _with_slices(captured: Captured, stored: Mapping[int, Codec | Slice]) -> SlicedJoint | None:
+    slices = {value: codec for value, codec in stored.items() if isinstance(codec, Slice)}
+    return with_slices(captured, slices) if slices else None
+
+
+def _crossing_node(captured: Captured, value: int, sliced: SlicedJoint | None) -> fx.Node | None:
+    """What crosses of a value: it itself, or the slice of it."""
+    node = captured.nodes[value]
+    return node if node is None or sliced is None else sliced.stored.get(value, sliced.nodes[node])
 
 
 def _store(captured: Captured, stored: Mapping[int, Codec], forward: fx.GraphModule, backward: fx.GraphModule) -> None:

@@ -3,7 +3,7 @@
 Lossless formats are offered wherever they save bytes: boolean values as bits; integers in the narrowest type that holds the range that
 their producer, or a reader in forward, implies; values of which backward asks only a comparison (a rectifier's), as bits; values of which
 it asks only the shape (what a max-pooling read), as nothing. Lossy formats are offered where the user named them, under the rules of
-`_Finder.lossy`.
+`Finder.lossy`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import fx
 from dyngran.compiler.capture import Captured, Pricer
 from dyngran.compiler.codecs import Bits, Codec, Groups, Offload, Shape, Sign, Writer, integer_codec, is_storable, lossy_codec
 from dyngran.compiler.loops import LoopKind, loop_kind
+from dyngran.compiler.slices import Slice
 from dyngran.compiler.storages import aliased_argument, num_elements, storage_bytes
 from dyngran.compiler.value_ranges import value_range
 from dyngran.kernels.host_copies import host_bytes
@@ -66,7 +67,7 @@ class StoredForm:
     """An offer with the codec that carries it out."""
 
     offer: Offer
-    codec: Codec
+    codec: Codec | Slice
 
     def moved(self, num_ops: int) -> StoredForm:
         """For a problem with so many more ops before the others."""
@@ -92,7 +93,7 @@ def find_forms(
 
     The first of a value's forms is the one that a plan with several takes, so the lossless ones come first.
     """
-    finder = _Finder(captured)
+    finder = Finder(captured)
     found: list[_Found] = []
     for value in finder.candidates():
         found += finder.lossless(value) if pack else ()
@@ -106,7 +107,7 @@ def find_copies(
     """Values that may wait for backward in host memory, as far as the link has time and ``limit_bytes`` of page-locked memory last: whole
     blocks of memory of ``min_bytes`` at least, those of ``first`` before others, which follow as they are worth keeping."""
     problem, simulator = captured.problem, Simulator(captured.problem)
-    movable = {value for value in _Finder(captured).candidates() if problem.values[value].size_bytes >= min_bytes}
+    movable = {value for value in Finder(captured).candidates() if problem.values[value].size_bytes >= min_bytes}
     values = [value for value in dict.fromkeys((*first, *worth_keeping(simulator))) if value in movable]
     forms = []
     on_host = {value: host_bytes(problem.values[value].size_bytes) for value in values}
@@ -127,8 +128,8 @@ def find_copies(
     return tuple(forms)
 
 
-class _Finder:
-    """What makes and what reads each value."""
+class Finder:
+    """What makes and what reads each value of a graph, and in which formats it may be stored for that."""
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
@@ -138,7 +139,7 @@ class _Finder:
         for node in captured.storages.ops:
             for value in captured.storages.reads[node]:
                 self._readers[value].append(node)
-        self._choosing_below = self._find_choosing_below() if self._problem.ops else []
+        self.choosing_below = self._find_choosing_below() if self._problem.ops else []
 
     def candidates(self) -> Iterator[int]:
         """Values that backward may read, whose memory is dyngran's to say."""
@@ -214,7 +215,7 @@ class _Finder:
                 if self._has_linear_readers_only(value):
                     yield _Found(value, node, codec, self._early_readers(value))
             else:
-                yield _Found(value, node, codec, self._choosing_below[value])
+                yield _Found(value, node, codec, self.choosing_below[value])
 
     def _is_asked_by_a_rectifier(self, value: int) -> bool:
         return any(_schema_name(reader) in RECTIFIERS_BACKWARD for reader in self._readers[value])

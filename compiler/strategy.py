@@ -26,6 +26,8 @@ from dyngran.compiler.prepare import prepare
 from dyngran.compiler.pricing import device_spec, price_nodes, workspace_meter
 from dyngran.compiler.room import GUESSED_SLACK, KNOWN_SLACK, LOSS_BYTES, room_beside
 from dyngran.compiler.situation import gradients_to_come
+from dyngran.compiler.slice_forms import find_slices
+from dyngran.compiler.slice_probe import SliceProbe
 from dyngran.compiler.static_memory import Carried, measure_static, profiling_limit
 from dyngran.compiler.storages import planned_device
 from dyngran.compiler.store import (
@@ -193,6 +195,9 @@ class Strategy:
             earlier.captured = captured
             return earlier
         forms = find_forms(bare_captured, options.storage, price, pack=options.pack)
+        if options.slice:
+            is_probed = options.device_profile is None and device.type != "meta" and not is_offline
+            forms += find_slices(bare_captured, SliceProbe(device, limit_bytes=limit) if is_probed else None)
         link = host_link(device, options, spec, is_offline=is_offline) if options.offload else None
         if link is not None:
             first = () if options.plan is None else values_on_host(load_plan(options.plan), bare, mark)

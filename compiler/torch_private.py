@@ -350,7 +350,7 @@ def is_plain_fake(value: object) -> TypeGuard[torch.Tensor]:
 
 
 def fake_call(
-    like: torch.Tensor, target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], *, device: torch.device | None = None
+    like: torch.Tensor, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, device: torch.device | None = None
 ) -> Any:
     """What an operator returns for fake tensors, in the mode that made ``like``. It is on ``device``, the one of ``like`` by default (a
     card's may be seen on the CPU, where there is none)."""

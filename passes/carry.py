@@ -24,6 +24,7 @@ def with_carried(problem: Problem, carried_bytes: int) -> Problem:
             store=form.store + 1,
             load=form.load + 1,
             barred=frozenset(op + 1 for op in form.barred),
+            again=frozenset(op + 1 for op in form.again),
             fetch=None if form.fetch is None else form.fetch + 1,
         )
         for form in problem.forms

@@ -133,6 +133,8 @@ def _store(problem: Problem, form: Form, crossing: frozenset[int]) -> Decision:
         reason += f", {format_us(recompute_cost_us(problem, form.value, crossing))} to make again"
     if form.error:
         reason += f"; rounded: {form.error}"
+    if form.evidence:
+        reason += f"; {form.evidence}"
     return Decision(
         value=form.value,
         name=value.name,
@@ -140,6 +142,8 @@ def _store(problem: Problem, form: Form, crossing: frozenset[int]) -> Decision:
         reason=reason,
         size_bytes=value.size_bytes,
         label=value.label,
+        dimension=form.dimension,
+        fraction=form.fraction,
         format=form.format,
         stored_bytes=stored.size_bytes,
         error=form.error,

@@ -34,8 +34,9 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """One way to store ``value`` in ``size_bytes``; `Form` says what the other fields mean. ``stored_after``: the op after which it has
-    been stored, and up to which the value is held; None: the one that makes it."""
+    """One way to store ``value`` in ``size_bytes``; `Form` says what the other fields mean. ``parts``: values, made before ``value``, of
+    which loading makes what is not stored. ``stored_after``: the op after which it has been stored, and up to which the value is held;
+    None: the one that makes it."""
 
     value: int
     action: Action
@@ -48,13 +49,18 @@ class Offer:
     stored_after: int | None = None
     fetch: int | None = None
     copy_us: float = 0.0
+    parts: tuple[int, ...] = ()
+    again: frozenset[int] = frozenset()
+    dimension: int | None = None
+    fraction: float | None = None
+    evidence: str = ""
 
 
 def with_forms(problem: Problem, offers: Sequence[Offer]) -> Problem:
     """The problem with every offer as a form; stored values come after all others, in the order of the offers.
 
     Raises ValueError for a problem that has forms, for an offer of what no op makes, what the caller holds, or what depends on a tangent,
-    and for one that is stored before it is made or in backward, or fetched in forward.
+    for one that is stored before it is made or in backward, or fetched in forward, and for one whose parts are not made before it.
     """
     if problem.forms:
         raise ValueError("the problem has forms already: offer all of them at once")
@@ -77,7 +83,7 @@ def with_forms(problem: Problem, offers: Sequence[Offer]) -> Problem:
                 ops.append(_op(offer.store, len(ops), stored_name(name, offer.format), (offer.value,), (stored,), op.region))
             if made_by[place] == op.index:
                 loads[place] = len(ops)
-                ops.append(_op(offer.load, len(ops), loaded_name(name, offer.format), (stored,), (), op.region))
+                ops.append(_op(offer.load, len(ops), loaded_name(name, offer.format), (stored, *offer.parts), (), op.region))
     values = [value if value.producer is None else replace(value, producer=moved_to[value.producer]) for value in problem.values]
     for place, offer in enumerate(offers):
         whole = problem.values[offer.value]
@@ -103,6 +109,10 @@ def with_forms(problem: Problem, offers: Sequence[Offer]) -> Problem:
             barred=frozenset(moved_to[op] for op in offer.barred),
             fetch=None if offer.fetch is None else moved_to[offer.fetch],
             copy_us=offer.copy_us,
+            again=frozenset(moved_to[op] for op in offer.again),
+            dimension=offer.dimension,
+            fraction=offer.fraction,
+            evidence=offer.evidence,
         )
         for place, offer in enumerate(offers)
     )
@@ -124,6 +134,10 @@ def _producer_of(problem: Problem, offer: Offer) -> int:
     is_held = offer.value in problem.forward_outputs or offer.value in problem.gradients
     if value.producer is None or is_held or problem.ops[value.producer].side is Side.BACKWARD:
         raise ValueError(f"{value.name} cannot be stored as {offer.format}: it is an input, an output, a gradient, or made in backward")
+    for part in offer.parts:
+        made_by = problem.values[part].producer
+        if problem.values[part].kind is Kind.TANGENT or (made_by is not None and made_by >= value.producer):
+            raise ValueError(f"{value.name} cannot be made of {problem.values[part].name}, which is not there before it")
     return value.producer
 
 
@@ -180,6 +194,11 @@ def offers_of(problem: Problem) -> tuple[Offer, ...]:
             stored_after=stored_after(form),
             fetch=None if form.fetch is None else number[form.fetch],
             copy_us=form.copy_us,
+            parts=problem.parts_of(form),
+            again=frozenset(number[op] for op in form.again),
+            dimension=form.dimension,
+            fraction=form.fraction,
+            evidence=form.evidence,
         )
         for form in problem.forms
     )

@@ -7,7 +7,7 @@ sizes and wiring; names do not count, and costs do not either, since measurement
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dyngran.passes.native.graph import NativeGraph
@@ -114,9 +114,13 @@ class RegionGraph:
             found = dict.fromkeys(write for op in ops for write in op.writes)
             found.update(dict.fromkeys(read for op in ops for read in op.reads))
             if self.forms:
-                found.update(dict.fromkeys(form.stored for value in tuple(found) for form in self.forms.get(value, ())))
+                found.update(dict.fromkeys(form.stored for value in tuple(found) for form in self.forms_in(value, found)))
             known = self._orders[first, end] = tuple(found)
         return known
+
+    def forms_in(self, value: int, values: Container[int]) -> Iterator[Form]:
+        """The forms of a value of a group that are loaded of nothing but ``values``, those of the group."""
+        return (form for form in self.forms.get(value, ()) if all(part in values for part in self.problem.parts_of(form)))
 
     def local_problem(self, first: int, end: int) -> LocalProblem:
         return _LocalBuilder(self, first, end).build()
@@ -199,7 +203,7 @@ class _LocalBuilder:
 
     def _copy_forms(self, value: int) -> None:
         """The ops that store and load a value, right after what makes it."""
-        for form in self._regions.forms.get(value, ()):
+        for form in self._regions.forms_in(value, self._local):
             store, load = (self._append(self._whole.ops[index]) for index in (form.store, form.load))
             stored = self._local[form.stored]
             local = replace(form, value=self._local[value], stored=stored, store=store, load=load, fetch=None, copy_us=0.0)
@@ -210,6 +214,9 @@ class _LocalBuilder:
         self._place[op.index] = len(self._ops)
         self._ops.append(_op_like(op, len(self._ops), reads, writes))
         return len(self._ops) - 1
+
+    def _places_of(self, ops: Iterable[int]) -> frozenset[int]:
+        return frozenset(self._place[op] for op in ops if op in self._place)
 
     def _find_read_early(self) -> set[int]:
         """FREE ops whose results forward ops read: random states, which only a second draw needs."""
@@ -231,7 +238,7 @@ class _LocalBuilder:
             values.append(Value(index=place, name=value.name, size_bytes=value.size_bytes, kind=kind, producer=producer, label=value.label))
             live.append(0 if is_given or value.kind.is_static else value.size_bytes)
         values.append(Value(index=self._tangent, name="tangent", size_bytes=0, kind=Kind.TANGENT))
-        forms_of_entering = [form.stored for value in entering for form in self._regions.forms.get(value, ())]
+        forms_of_entering = [form.stored for value in entering for form in self._regions.forms_in(value, self._local)]
         problem = Problem(
             values=tuple(values),
             ops=tuple(self._ops),
@@ -242,9 +249,7 @@ class _LocalBuilder:
             launch_us=whole.launch_us,
             keep_below_bytes=whole.keep_below_bytes,
             stock={name: frozenset(self._local[value] for value in saved if value in self._made) for name, saved in whole.stock.items()},
-            forms=tuple(
-                replace(form, barred=frozenset(self._place[op] for op in form.barred if op in self._place)) for form in self._forms
-            ),
+            forms=tuple(replace(form, barred=self._places_of(form.barred), again=self._places_of(form.again)) for form in self._forms),
         )
         return LocalProblem(
             problem=problem,

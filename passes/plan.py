@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Action(Enum):
-    """What happens to a value between forward and backward. SLICE is schema: no plan has it yet."""
+    """What happens to a value between forward and backward."""
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
@@ -19,8 +19,8 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """One value's action. ``dimension`` and ``fraction`` belong to SLICE; to PACK and NARROW ``format``, ``stored_bytes`` (instead of
-    ``size_bytes``) and ``error``: by how much what is read in backward may differ, "" if it does not.
+    """One value's action. What is neither kept nor recomputed has a ``format``, ``stored_bytes`` (instead of ``size_bytes``) and an
+    ``error``: by how much what is read in backward may differ, "" if it does not. ``dimension`` and ``fraction`` belong to SLICE.
     """
 
     value: int

@@ -94,8 +94,12 @@ class Form:
         value: what is stored; never an input, an output or a gradient.
         stored: the value that crosses instead. The op ``store`` makes it of ``value``; the op ``load`` reads it and makes ``value``
             again, in place of the op that made it in forward, beside which it stands. Both are `Side.FREE`, and ``ops[load].writes`` is
-            empty, because a value has one producer: whoever replays a plan looks here.
+            empty, because a value has one producer: whoever replays a plan looks here. What ``load`` reads beside ``stored`` must be
+            there in backward as well: what is missing of a slice is made of it.
         action, format: how; formats are named by those who offer them.
+        again: ops of which ``load`` runs a part again: for what is ``barred``, each of them does.
+        dimension, fraction: of a slice: along which dimension it is cut, and how much of the value is stored.
+        evidence: how it is known that what is loaded serves its readers bit by bit, where that does not follow from the format.
         error: by how much what is loaded may differ, for people; "" if it serves its readers bit by bit.
         barred: ops that must not run again on what is loaded: where a plan lets one of them run in backward, the value itself is saved.
         fetch: the backward op just before which the value is loaded, if nobody needs it earlier; None: it is loaded when it is needed.
@@ -113,6 +117,10 @@ class Form:
     barred: frozenset[int] = frozenset()
     fetch: int | None = None
     copy_us: float = 0.0
+    again: frozenset[int] = frozenset()
+    dimension: int | None = None
+    fraction: float | None = None
+    evidence: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +191,10 @@ class Problem:
         """
         is_small = 0 < self.values[value].size_bytes <= self.keep_below_bytes and value not in self.form_of
         return is_small and bool(self.stock) and self.values[value].producer is not None and not self.keeps_as_small(value)
+
+    def parts_of(self, form: Form) -> tuple[int, ...]:
+        """What is read beside what is stored where a form is loaded."""
+        return tuple(read for read in self.ops[form.load].reads if read != form.stored)
 
     @property
     def total_static_bytes(self) -> int:

@@ -294,13 +294,14 @@ class Simulator:
         held = crossing | problem.forward_outputs
         forward = fuse(problem, forward_ops, held, available=frozenset())
         kernels = fuse(problem, backward_ops, problem.gradients, available=crossing, loaded=self._loaded(crossing))
-        backward = self._waiting([self._again(kernel, recomputed) for kernel in kernels], self._forms(crossing))
+        run = [self._again(kernel, recomputed) for kernel in kernels]
+        backward = self._waiting(run, self._forms(crossing))
         return Replay(
             forward=forward,
             backward=backward,
             intervals=self._intervals(forward, backward, crossing),
             num_recomputed=len(recomputed),
-            recompute_us=sum(kernel.cost_us for kernel in backward if kernel.op in recomputed),
+            recompute_us=sum(kernel.cost_us for kernel in run if kernel.op in recomputed),
         )
 
     def _waiting(self, kernels: list[Kernel], forms: Iterable[Form]) -> list[Kernel]:

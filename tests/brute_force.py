@@ -69,6 +69,18 @@ def _tangent_made(problem: Problem) -> frozenset[int]:
 
 
 def _crossing(problem: Problem, wished: frozenset[int]) -> frozenset[int]:
+    """Where a form does not serve all that runs again, its value crosses itself, and what else crosses is found anew."""
+    unserved: set[int] = set()
+    while True:
+        crossing, again = _crossing_without(problem, wished, unserved)
+        found = {form.value for form in problem.forms if form.stored in crossing and form.barred & again}
+        if not found:
+            return crossing
+        unserved |= found
+
+
+def _crossing_without(problem: Problem, wished: frozenset[int], unserved: set[int]) -> tuple[frozenset[int], set[int]]:
+    """What crosses, and what runs again, if values of which no form serves cross themselves."""
     late = _tangent_made(problem)
     needed = {read for op in problem.ops if op.side is Side.BACKWARD for read in op.reads} | problem.gradients
     crossing: set[int] = set()
@@ -82,20 +94,19 @@ def _crossing(problem: Problem, wished: frozenset[int]) -> frozenset[int]:
         op = problem.ops[producer]
         small = problem.keeps_as_small(value)
         form = next((form for form in problem.forms if form.value == value and form.stored in wished), None)
-        if (op.pinned or not op.never_saved) and (value in wished or small):
+        if value in unserved or ((op.pinned or not op.never_saved) and (value in wished or small)):
             crossing.add(value)
         elif form is not None:
             crossing.add(form.stored)
+            needed |= set(problem.ops[form.load].reads) - {form.stored}
         elif op.pinned:
             crossing.add(value)
         else:
             needed |= set(problem.ops[producer].reads)
     loaded = {form.value for form in problem.forms if form.stored in crossing}
-    again = {problem.values[value].producer for value in done - late - loaded if value not in crossing}
-    for form in problem.forms:
-        if form.stored in crossing and form.barred & again:
-            crossing = crossing - {form.stored} | {form.value}
-    return frozenset(crossing)
+    again = {producer for value in done - late - loaded - crossing if (producer := problem.values[value].producer) is not None}
+    again |= {op for form in problem.forms if form.stored in crossing for op in form.again}
+    return frozenset(crossing), again
 
 
 def _made_by(problem: Problem, op: int) -> tuple[int, ...]:
@@ -132,18 +143,15 @@ def _backward(problem: Problem, crossing: frozenset[int]) -> list[int]:
     order: list[int] = []
     late = _tangent_made(problem)
     have = set(crossing) | {value.index for value in problem.values if value.producer is None}
-    loads = {form.load: form for form in problem.forms if form.stored in crossing}
     goals = [(list(op.reads), op.index) for op in problem.ops if op.side is Side.BACKWARD]
     goals.append(([value for value in sorted(problem.gradients) if value not in late], -1))
     for reads, index in goals:
-        missing = [read for read in reads if read not in have]
-        for again in sorted(_ancestors(problem, missing, stop=frozenset(have), crossing=crossing)):
-            order.append(again)
-            have |= set(_made_by(problem, again))
-        for form in loads.values():
-            if form.fetch == index and form.value not in have:
-                order.append(form.load)
-                have.add(form.value)
+        fetched = [[form.value] for form in problem.forms if form.stored in crossing and form.fetch == index]
+        for wanted in (reads, *fetched):
+            missing = [read for read in wanted if read not in have]
+            for again in sorted(_ancestors(problem, missing, stop=frozenset(have), crossing=crossing)):
+                order.append(again)
+                have |= set(_made_by(problem, again))
         if index >= 0:
             order.append(index)
             have |= set(problem.ops[index].writes)

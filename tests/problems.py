@@ -226,9 +226,14 @@ def storable(problem: Problem) -> list[int]:
     return [value.index for value in problem.values if value.producer is not None and value.index not in late | held]
 
 
+def _is_there_before(problem: Problem, value: Value, op: int) -> bool:
+    return value.kind is not Kind.TANGENT and (value.producer is None or value.producer < op)
+
+
 @st.composite
 def problems_with_forms(draw: st.DrawFn, *, max_forward: int = 7, fused: bool | None = None) -> Problem:
-    """As `problems`, with up to four forms of whatever size and cost, two of one value among them, some stored late or fetched early."""
+    """As `problems`, with up to four forms of whatever size and cost, two of one value among them, some stored late or fetched early, some
+    loaded of other values as well."""
     problem = draw(problems(max_forward=max_forward, fused=fused))
     values = storable(problem)
     if not values:
@@ -247,6 +252,7 @@ def problems_with_forms(draw: st.DrawFn, *, max_forward: int = 7, fused: bool | 
     for value in draw(st.lists(st.sampled_from(values), max_size=4)):
         made_by = problem.values[value].producer or 0
         later = [op.index for op in problem.ops if op.side is not Side.BACKWARD and op.index > made_by]
+        before = [one.index for one in problem.values if _is_there_before(problem, one, made_by)]
         is_loop = draw(st.booleans())
         offer = Offer(
             value=value,
@@ -259,6 +265,8 @@ def problems_with_forms(draw: st.DrawFn, *, max_forward: int = 7, fused: bool | 
             stored_after=draw(st.sampled_from([None, *later])),
             fetch=draw(st.sampled_from([None, *in_backward])),
             copy_us=draw(st.sampled_from([0.0, 2.0, 7.0])),
+            parts=tuple(draw(st.lists(st.sampled_from(before), max_size=2, unique=True))) if before else (),
+            again=frozenset(draw(st.lists(st.sampled_from(range(made_by + 1)), max_size=2))),
         )
         offers.append(offer)
     return with_forms(problem, offers)

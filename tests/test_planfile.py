@@ -54,7 +54,7 @@ def graph_plans(draw: st.DrawFn) -> GraphPlan:
         Decision(
             value=value.index,
             name=draw(TEXTS),
-            action=draw(st.sampled_from([action for action in Action if action in (Action.KEEP, Action.RECOMPUTE, Action.SLICE)])),
+            action=draw(st.sampled_from([Action.KEEP, Action.RECOMPUTE])),
             reason=draw(TEXTS),
             size_bytes=value.size_bytes,
             recompute_us=draw(AMOUNTS),
@@ -529,15 +529,6 @@ def test_a_prescribed_order_is_not_applied_where_inductor_orders() -> None:
     with pytest.raises(PlanMismatch, match=r"'plan\.json' prescribes the order of ops, and Inductor orders its kernels itself"):
         check_applicable(document, codegen="inductor", source="plan.json")
     check_applicable(replace(document, codegen="eager"), codegen="eager", source="plan.json")
-
-
-@pytest.mark.parametrize("is_saved", [True, False])
-def test_an_action_that_is_not_built_is_read_and_not_applied(is_saved: bool) -> None:
-    saved = PLAN.saved if is_saved else PLAN.saved - {1}
-    document = with_plan(replace(PLAN, saved=saved, decisions=changed(0, action=Action.SLICE)))
-    assert parse_plan(dump_plan(document), source="test") == document
-    with pytest.raises(PlanFileError, match=r"'plan\.json': value 1 \(\"mm\"\) has action 'slice'.*only keep or rec"):
-        check_applicable(document, codegen="eager", source="plan.json")
 
 
 BAD_PATHS = ["", ".", "/", "missing/plan.json", "a\0b", "x" * 300, b"plan.json", None, 3]

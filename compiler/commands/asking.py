@@ -64,6 +64,7 @@ def add_target(command: argparse.ArgumentParser) -> None:
         help=f"let values be stored rounded, once for each format: {', '.join(LOSSY)} (default: none)",
     )
     command.add_argument("--no-pack", action="store_true", help="store nothing as bits or narrow integers, which changes no number")
+    command.add_argument("--no-slice", action="store_true", help="store whole values only, and no parts whose rest is made again")
     command.add_argument(
         "--offload",
         nargs="?",
@@ -99,6 +100,7 @@ def settings_from(options: argparse.Namespace, *, budget: str | None, batch: int
         offload=_offload(options.offload),
         outputs=Outputs(options.outputs),
         pack=not options.no_pack,
+        slice=not options.no_slice,
         profile=_profile(options.device, measures=options.profile),
         solver=options.solver,
         storage=tuple(name for name in LOSSY if name in options.storage),

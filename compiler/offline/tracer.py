@@ -138,6 +138,7 @@ class Tracer:
                 "offload": settings.offload,
                 "outputs": settings.outputs,
                 "pack": settings.pack,
+                "slice": settings.slice,
                 "solver": settings.solver,
                 "storage": settings.storage,
             }

@@ -129,7 +129,9 @@ def settings_of(document: PlanDocument) -> list[tuple[str, str]]:
         "offload": None if isinstance(settings.offload, bool) else format_bytes(settings.offload),
     }
     named = [(name, str(value)) for name, value in given.items() if value is not None]
-    switches = [("dynamic", "shapes")] * settings.dynamic + [("no", "packing")] * (not settings.pack)
+    switches = (
+        [("dynamic", "shapes")] * settings.dynamic + [("no", "packing")] * (not settings.pack) + [("no", "slices")] * (not settings.slice)
+    )
     return named + switches + [("offload", "to the host")] * (settings.offload is True)
 
 

@@ -125,10 +125,15 @@ class OfferForm(Struct, kw_only=True, forbid_unknown_fields=True):
     size_bytes: Count
     store: TransferForm
     value: Count
+    again: list[Count] = []
     barred: list[Count] = []
+    dimension: Count | None = None
     error: str = ""
+    evidence: str = ""
     fetch: Count | None = None
+    fraction: Fraction | None = None
     copy_us: Amount = 0.0
+    parts: list[Count] = []
     stored_after: Count | None = None
 
 
@@ -178,6 +183,7 @@ class SettingsForm(Struct, kw_only=True, forbid_unknown_fields=True, frozen=True
     outputs: Outputs = Outputs.HELD
     pack: bool = True
     profile: str | None = None
+    slice: bool = True
     solver: str = "auto"
     storage: tuple[str, ...] = ()
 

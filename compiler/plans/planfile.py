@@ -40,7 +40,6 @@ from dyngran.passes.problem import Kind, Op, Problem, Value
 
 MAX_FILE_BYTES = 64 * 2**20  # a graph of 10,000 ops takes 4 MB
 BOUND_TOLERANCE = 1e-6  # of the time: bound and time are sums of the same floats in another order
-APPLICABLE = tuple(action for action in Action if action is not Action.SLICE)  # what this version carries out; the schema holds every one
 SHOWN_CHARACTERS = 60
 
 _ROWS = ("breaks", "decisions", "forms", "frontier", "ops", "values")  # lists with a line for each entry
@@ -99,7 +98,7 @@ class Settings:
     Attributes:
         budget: as people write it; None: no limit. profile: the device of the table whose costs were used; None: costs were measured.
         batch, dtype, dynamic: what overrode the target's own inputs; None and False: nothing.
-        outputs, keep_below, offload, pack, solver, storage: as the options of the backend.
+        outputs, keep_below, offload, pack, slice, solver, storage: as the options of the backend.
     """
 
     batch: int | None = None
@@ -111,6 +110,7 @@ class Settings:
     outputs: Outputs = Outputs.HELD
     pack: bool = True
     profile: str | None = None
+    slice: bool = True
     solver: str = "auto"
     storage: tuple[str, ...] = ()
 
@@ -202,7 +202,6 @@ def check_applicable(document: PlanDocument, *, codegen: str, source: str | os.P
     Raises:
         PlanMismatch: the plan was made for another code generator, or prescribes an order where Inductor orders the kernels, or stores
             values in a format that rounds and was not allowed by name.
-        PlanFileError: a decision has an action that is in the schema, and not built yet.
     """
     where = f"plan file {os.fspath(source)!r}"
     if document.codegen != codegen:
@@ -217,11 +216,6 @@ def check_applicable(document: PlanDocument, *, codegen: str, source: str | os.P
                 f"codegen={Codegen.EAGER.value!r}. Make the plan again, or use that code generator."
             )
         for decision in graph.plan.decisions:
-            if decision.action not in APPLICABLE:
-                raise PlanFileError(
-                    f"{where}: {_named(decision)} has action {decision.action.value!r}, and dyngran {VERSION} can only "
-                    f"{' or '.join(action.value for action in APPLICABLE)}. Make the plan again, or remove the option."
-                )
             if decision.error and decision.format not in storage:
                 raise PlanMismatch(
                     f"{where}: {_named(decision)} is stored as {decision.format}, which changes it by {decision.error}. Allow it with "
@@ -310,7 +304,9 @@ def _graph_form(graph: GraphPlan) -> GraphForm:
                 _filled(
                     OfferForm,
                     offer,
+                    again=sorted(offer.again),
                     barred=sorted(offer.barred),
+                    parts=list(offer.parts),
                     load=_filled(TransferForm, offer.load),
                     store=_filled(TransferForm, offer.store),
                 )
@@ -478,10 +474,11 @@ def _problem_of(form: ProblemForm, where: str) -> Problem:
 
 def _offer_of(form: OfferForm, num_values: int, num_ops: int) -> Offer:
     """Raises ValueError for a value or an op that does not exist."""
-    if form.value >= num_values or any(op >= num_ops for op in form.barred):
+    if any(value >= num_values for value in (form.value, *form.parts)) or any(op >= num_ops for op in (*form.barred, *form.again)):
         raise ValueError(f"a form in {_shown(form.format)} of value {form.value} names what there is not")
     store, load = (_taken(Transfer, part) for part in (form.store, form.load))
-    return _taken(Offer, form, barred=frozenset(form.barred), store=store, load=load)
+    sets = {"again": frozenset(form.again), "barred": frozenset(form.barred)}
+    return _taken(Offer, form, **sets, parts=tuple(form.parts), store=store, load=load)
 
 
 def _check_decisions(plan: Plan, problem: Problem, where: str) -> None:
@@ -500,7 +497,7 @@ def _check_decisions(plan: Plan, problem: Problem, where: str) -> None:
             raise PlanFileError(f"{where}: {_named(decision)} is kept by its decision, and is not in field 'saved'.")
         if decision.action is Action.RECOMPUTE and (is_saved or stored):
             raise PlanFileError(f"{where}: {_named(decision)} is in field 'saved', and its decision is to recompute it.")
-        if decision.action in (Action.PACK, Action.NARROW, Action.OFFLOAD):
+        if decision.action not in (Action.KEEP, Action.RECOMPUTE):
             if [(form.action, form.format) for form in stored] != [(decision.action, decision.format)]:
                 raise PlanFileError(
                     f"{where}: {_named(decision)} is decided to be stored as {_shown(decision.format)}, and 'saved' has no such form."

@@ -42,6 +42,7 @@ def settings_of(graph: PlannedGraph) -> Settings:
         offload=options.offload,
         outputs=options.outputs,
         pack=options.pack,
+        slice=options.slice,
         profile=options.device_profile,
         solver=options.solver,
         storage=options.storage,

@@ -61,7 +61,8 @@ struct GraphArrays {  // as passes/native/graph.py fills it
   const uint8_t* value_flags;   // 1 always kept, 2 output, 4 gradient, 8 tangent, 16 depends on a tangent, 32 never saved
   int32_t num_wanted, num_late_wanted;
   const int32_t *wanted, *late_wanted;
-  const int32_t *form_starts, *forms, *form_of, *loader, *barred_starts, *barred, *fetch, *fetched_starts, *fetched;
+  const int32_t *form_starts, *forms, *form_of, *loader, *barred_starts, *barred, *again_starts, *again;
+  const int32_t *fetch, *fetched_starts, *fetched;
   const double* copy_us;
 };
 
@@ -112,6 +113,7 @@ Graph* dyngran_graph_new(const GraphArrays* from) {
   graph->forms = make_rows(num_values, from->form_starts, from->forms);
   graph->form_of.assign(from->form_of, from->form_of + num_values);
   graph->barred = make_rows(num_values, from->barred_starts, from->barred);
+  graph->again = make_rows(num_values, from->again_starts, from->again);
   graph->fetch.assign(from->fetch, from->fetch + num_ops);
   graph->fetched = make_rows(num_ops, from->fetched_starts, from->fetched);
   graph->copy_us.assign(from->copy_us, from->copy_us + num_values);

@@ -38,6 +38,7 @@ struct Graph {
   std::vector<int32_t> copied;                       // the stored forms that are copied
   Rows fetched;                                      // per backward op: stored forms of what is loaded just before it
   Rows barred;                                       // per stored form: ops that must not run again on what is loaded from it
+  Rows again;                                        // per stored form: ops of which a part runs again where it is loaded
   Rows neighbours;                                   // per value: operands of its producer, then results of its readers before backward
   int64_t tangent_bytes;
 };

@@ -26,7 +26,7 @@ class _GraphArrays(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("num_wanted", "num_late_wanted")),
         *((name, ctypes.c_void_p) for name in ("wanted", "late_wanted")),
         *((name, ctypes.c_void_p) for name in ("form_starts", "forms", "form_of", "loader", "barred_starts", "barred")),
-        *((name, ctypes.c_void_p) for name in ("fetch", "fetched_starts", "fetched", "copy_us")),
+        *((name, ctypes.c_void_p) for name in ("again_starts", "again", "fetch", "fetched_starts", "fetched", "copy_us")),
     )
 
 
@@ -188,6 +188,7 @@ class NativeGraph:
             self._array("i", [problem.form_of[value].value if value in problem.form_of else -1 for value in range(len(values))]),
             self._array("i", [problem.form_of[value].load if value in problem.form_of else -1 for value in range(len(values))]),
             *self._rows([sorted(problem.form_of[value].barred) if value in problem.form_of else () for value in range(len(values))]),
+            *self._rows([sorted(problem.form_of[value].again) if value in problem.form_of else () for value in range(len(values))]),
             self._array("i", [fetch.get(op.index, -1) for op in ops]),
             *self._rows(fetched),
             self._array("d", [problem.form_of[value].copy_us if value in problem.form_of else 0.0 for value in range(len(values))]),

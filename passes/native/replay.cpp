@@ -18,6 +18,14 @@ int segment_of(int place, int num_ops, int num_segments) { return int(int64_t(pl
 }  // namespace
 
 const std::vector<uint8_t>& Normalizer::normalize(const uint8_t* wished) {
+  std::fill(unserved_.begin(), unserved_.end(), 0);
+  while (!find_crossing(wished)) {
+  }
+  return crossing_;
+}
+
+// False if a form does not serve all that runs again: then it is known as `unserved_`, and its value is to cross itself.
+bool Normalizer::find_crossing(const uint8_t* wished) {
   std::fill(crossing_.begin(), crossing_.end(), 0);
   std::fill(seen_.begin(), seen_.end(), 0);
   std::fill(reruns_.begin(), reruns_.end(), 0);
@@ -29,7 +37,8 @@ const std::vector<uint8_t>& Normalizer::normalize(const uint8_t* wished) {
     if (seen_[value] || graph_.given[value]) continue;
     seen_[value] = 1;
     const int op = graph_.producer[value];
-    if ((wished[value] || graph_.small[value]) && !graph_.dropped[value] && !graph_.never_saved[op]) {
+    const bool is_wished = (wished[value] || graph_.small[value]) && !graph_.dropped[value] && !graph_.never_saved[op];
+    if (is_wished || unserved_[value]) {
       crossing_[value] = 1;
       continue;
     }
@@ -37,6 +46,10 @@ const std::vector<uint8_t>& Normalizer::normalize(const uint8_t* wished) {
     if (form != graph_.forms.end(value)) {
       crossing_[*form] = 1;
       chosen_.push_back(*form);
+      const int load = graph_.loader[*form];
+      for (auto read = graph_.reads.begin(load); read != graph_.reads.end(load); ++read)
+        if (*read != *form) stack_.push_back(*read);
+      for (auto again = graph_.again.begin(*form); again != graph_.again.end(*form); ++again) reruns_[*again] = 1;
     } else if (graph_.pinned[op]) {
       crossing_[value] = 1;
     } else {
@@ -44,12 +57,13 @@ const std::vector<uint8_t>& Normalizer::normalize(const uint8_t* wished) {
       stack_.insert(stack_.end(), graph_.reads.begin(op), graph_.reads.end(op));
     }
   }
-  for (const int form : chosen_) {  // some may not serve all that runs in backward: then the value itself crosses
+  bool is_served = true;
+  for (const int form : chosen_) {
     if (std::none_of(graph_.barred.begin(form), graph_.barred.end(form), [&](int op) { return reruns_[op]; })) continue;
-    crossing_[form] = 0;
-    crossing_[graph_.form_of[form]] = 1;
+    unserved_[graph_.form_of[form]] = 1;
+    is_served = false;
   }
-  return crossing_;
+  return is_served;
 }
 
 Replay::Replay(const Graph& graph)

@@ -8,12 +8,20 @@ namespace dyngran {
 // What really crosses of the values that a plan wishes to save.
 class Normalizer {
  public:
-  explicit Normalizer(const Graph& graph) : graph_(graph), crossing_(graph.num_values), seen_(graph.num_values), reruns_(graph.num_ops) {}
+  explicit Normalizer(const Graph& graph)
+      : graph_(graph),
+        crossing_(graph.num_values),
+        seen_(graph.num_values),
+        unserved_(graph.num_values),
+        reruns_(graph.num_ops) {}
   const std::vector<uint8_t>& normalize(const uint8_t* wished);
 
  private:
+  bool find_crossing(const uint8_t* wished);
+
   const Graph& graph_;
-  std::vector<uint8_t> crossing_, seen_, reruns_;  // reruns_: per op
+  std::vector<uint8_t> crossing_, seen_, unserved_;  // per value; unserved_: no form of it serves all that runs in backward
+  std::vector<uint8_t> reruns_;                      // per op
   std::vector<int32_t> stack_, chosen_;
 };
 

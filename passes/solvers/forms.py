@@ -42,6 +42,15 @@ def offloaded(simulator: Simulator, starts: Iterable[frozenset[int]]) -> Iterato
         yield _changed(start, [form for form in offers if form.value in start])
 
 
+def sliced(simulator: Simulator, starts: Iterable[frozenset[int]]) -> Iterator[frozenset[int]]:
+    """Each saved set of ``starts`` with one slice more, of what it saves whole or not at all: what a budget leaves over is a part of one
+    value's bytes (of a relaxed knapsack one item at most is taken in part: Dantzig 1957)."""
+    slices = [form for form in simulator.problem.forms if form.action is Action.SLICE]
+    for start in starts if slices else ():
+        for form in slices:
+            yield _changed(start, (form,))
+
+
 def _kinds(simulator: Simulator) -> list[tuple[Form, ...]]:
     """Forms of one format of like values."""
     problem = simulator.problem

@@ -22,7 +22,7 @@ from dyngran.passes.errors import InvalidOption
 from dyngran.passes.forms import crossing_values
 from dyngran.passes.moves import LARGE
 from dyngran.passes.native.graph import Stop
-from dyngran.passes.plan import Plan, Schedule
+from dyngran.passes.plan import Action, Plan, Schedule
 from dyngran.passes.problem import Problem, Side
 from dyngran.passes.simulate import Outcome, Simulator
 from dyngran.passes.solvers import (
@@ -70,6 +70,8 @@ MAX_BETWEEN_CUTS = 4  # times as many plans between cuts as a policy may seed
 NUM_CUT_RUNGS = 10
 CUT_SWEEPS = 2  # that are looked into for each rung
 NUM_FORM_STARTS = 12  # plans without forms that are looked at with forms
+SLICE_WORK = 3_000_000  # op visits of plans that are looked at with one slice more
+MIN_SLICE_STARTS, MAX_SLICE_STARTS = 6, 60  # those plans
 NUM_GUIDES = 12  # plans of others whose choices are options of the hierarchical planner
 MAX_MUTWO_OPS = 5000  # above it others find as much in less time
 MAX_MUTWO_PLANS = 40  # of the greedy's way, as seeds; solver="mutwo" tries more
@@ -208,6 +210,7 @@ class Planner:
         if not self._stop:
             self._say("polishing")
             polish(self.judge, self._stop)
+        self._once("slices", "forms", self._with_one_slice())
 
     def _search_with_forms(self) -> None:
         """On from all that is found without forms: whoever allows one more way to store values gets no slower plan for it."""
@@ -216,6 +219,13 @@ class Planner:
         self._once("regions", "hierarchical", self._by_regions("auto", None, guides=NUM_GUIDES))
         found = [entry.outcome.saved for entry in self.judge.archive.frontier() if entry.outcome.schedule is None]
         self._once("offload", "forms", forms.offloaded(self.simulator, found))
+
+    def _with_one_slice(self) -> Iterator[frozenset[int]]:
+        num_slices = sum(form.action is Action.SLICE for form in self.problem.forms)
+        num_plans = SLICE_WORK // max(1, len(self.problem.ops))
+        if num_slices:
+            starts = self._along_the_frontier(max(MIN_SLICE_STARTS, min(MAX_SLICE_STARTS, num_plans // num_slices)))
+            yield from forms.sliced(self.simulator, starts)
 
     def _without_forms(self) -> Planner:
         """A planner of the problem without forms, which has searched."""
