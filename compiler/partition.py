@@ -54,7 +54,7 @@ def partition(
     if sliced is not None:
         sliced.restore(forward)
     _drop_unread_random(backward)
-    forward, backward = _replay_random(captured, forward, backward, len(symbols))
+    forward, backward = _replay_random(captured, forward, backward)
     backward = delay_recompute(
         backward, is_root=lambda node: torch_private.is_tangent(node) or torch_private.must_be_in_backward(node) or _is_mutation(node)
     )
@@ -241,9 +241,7 @@ def _drop_unread_random(backward: fx.GraphModule) -> None:
     backward.recompile()
 
 
-def _replay_random(
-    captured: Captured, forward: fx.GraphModule, backward: fx.GraphModule, num_symbols: int
-) -> tuple[fx.GraphModule, fx.GraphModule]:
+def _replay_random(captured: Captured, forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Random ops that run in both graphs must draw the same numbers; one that runs only in backward must not move the user's stream."""
     in_forward = {node.name for node in forward.graph.nodes if torch_private.is_random(node)}
     in_backward = {node.name for node in backward.graph.nodes if torch_private.is_random(node)}
@@ -254,6 +252,9 @@ def _replay_random(
     ]
     if not twice:
         return forward, backward
+    results: list[Any] = [*forward.graph.output_node().args[0]]  # type: ignore[misc]  # it returns a tuple
+    saved = [node for node in results[captured.joint.num_fwd_outputs :] if isinstance(node, fx.Node)]
+    num_symbols = sum(torch_private.is_sym_node(node) for node in saved)  # those that backward reads: they come last
     return torch_private.replay_random_state(captured.joint.module, forward, backward, twice, num_symbols)
 
 

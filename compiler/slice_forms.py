@@ -36,24 +36,27 @@ BY_ITSELF = "every number is made by itself"
 REORDERED = "sums of what is made again may come in another order"
 
 
-def find_slices(captured: Captured, probe: SliceProbe | None, *, min_bytes: int = MIN_SLICED_BYTES) -> tuple[StoredForm, ...]:
-    """Every slice that is worth an offer. ``probe``: tries them where every node is a kernel; None: there is no device to do so."""
+def find_slices(
+    captured: Captured, probe: SliceProbe | None, *, min_bytes: int = MIN_SLICED_BYTES, step_bytes: int | None = None
+) -> tuple[StoredForm, ...]:
+    """Every slice that is worth an offer. ``probe``: tries them where every node is a kernel; None: there is no device to do so.
+    ``step_bytes``: by how much two slices of a value differ at least, by default `STEP_SHARE` of the free transient."""
     if all(value.size_bytes < min_bytes for value in captured.problem.values):
         return ()
-    finder = _SliceFinder(captured, probe)
+    finder = _SliceFinder(captured, probe, step_bytes)
     return tuple(finder.form(value, cone) for value in finder.worthwhile(min_bytes) for cone in finder.cones(value))
 
 
 class _SliceFinder:
-    def __init__(self, captured: Captured, probe: SliceProbe | None) -> None:
+    def __init__(self, captured: Captured, probe: SliceProbe | None, step_bytes: int | None) -> None:
         self._captured = captured
         self._problem = captured.problem
         self._probe = probe
         self._forms = Finder(captured)
-        self._simulator = Simulator(captured.problem)
         self._op = {op.name: op for op in captured.problem.ops}
-        self._step_bytes = max(1, math.ceil(STEP_SHARE * free_transient(self._simulator)))
-        self._there = self._simulator.default_saved
+        simulator = Simulator(captured.problem)
+        self._step_bytes = step_bytes or max(1, math.ceil(STEP_SHARE * free_transient(simulator)))
+        self._there = simulator.default_saved
 
     def worthwhile(self, min_bytes: int) -> Iterator[int]:
         """Values of two steps at least, whose rows lie one after the other."""
@@ -159,7 +162,8 @@ class _SliceFinder:
 
 def _is_one_block(cone: Cone) -> bool:
     """Whether the rows lie one after the other."""
-    return math.prod(cone.value.meta["val"].shape[: cone.rows.dimension]) == 1
+    before: tuple[int, ...] = tuple(cone.value.meta["val"].shape[: cone.rows.dimension])
+    return math.prod(before) == 1
 
 
 def _is_plain(value: object) -> bool:

@@ -33,6 +33,9 @@ from dyngran.compiler.capture import Captured, JointGraph
 from dyngran.compiler.codecs import Codec
 from dyngran.compiler.options import parse_options
 from dyngran.compiler.pricing import device_spec, price_nodes
+from dyngran.compiler.slice_forms import find_slices
+from dyngran.compiler.slice_probe import SliceProbe
+from dyngran.compiler.slices import Slice
 from dyngran.compiler.static_memory import input_kinds
 from dyngran.compiler.stored_forms import find_copies, find_forms
 from dyngran.compiler.strategy import Strategy
@@ -47,6 +50,7 @@ TRAIN_SEED = 11
 ABOVE_BYTES = 64  # that a step may need more than predicted: scalars of the engine
 LINK = HostLink(to_host_bytes_per_us=1e6, to_device_bytes_per_us=1e6, latency_us=0.0, source="made")
 LEAST_COPIED_BYTES = 64  # less may be a state of a random generator, which lies on the host already
+LEAST_SLICED_BYTES = 64
 BELOW_BYTES = 32 << 10  # and less: a library's workspace is not needed every time, as with Fourier transforms
 
 
@@ -181,17 +185,24 @@ def measured_price(nodes: Sequence[fx.Node], device: torch.device) -> list[Measu
     )
 
 
-def plans_of(captured: Captured, draw: random.Random) -> tuple[list[Chosen], Mapping[int, tuple[int, Codec]]]:
-    """Save all, save least, all of it stored in lossless forms, or in host memory, a saved set that no planner would choose, and what
-    planners answer at the middle and at the least budget; and how forms are stored.
+def plans_of(captured: Captured, draw: random.Random) -> tuple[list[Chosen], Mapping[int, tuple[int, Codec | Slice]]]:
+    """Save all, save least, all of it stored in lossless forms, in host memory, or in part, a saved set that no planner would choose, and
+    what planners answer at the middle and at the least budget; and how forms are stored.
 
     Orders of ops are searched for one graph in eight only: that takes as long as all the rest.
     """
     packed = find_forms(captured, (), unit_price, min_saved_bytes=1)
-    forms = (*packed, *find_copies(captured, LINK, min_bytes=LEAST_COPIED_BYTES, limit_bytes=2**40))
+    copied = find_copies(captured, LINK, min_bytes=LEAST_COPIED_BYTES, limit_bytes=2**40)
+    cut = find_slices(captured, SliceProbe(captured.device, limit_bytes=None), min_bytes=LEAST_SLICED_BYTES, step_bytes=1)
+    forms = (*packed, *copied, *cut)
     strategy = Strategy(captured, parse_options({"codegen": "eager", "keep_below": 0}), "fuzz", forms=forms, is_offline=True)
-    stored = {form.value: form.stored for form in reversed(strategy.problem.forms) if form.action is not Action.OFFLOAD}
+    stored = {form.value: form.stored for form in reversed(strategy.problem.forms) if form.action in (Action.PACK, Action.NARROW)}
     on_host = {form.value: form.stored for form in strategy.problem.forms if form.action is Action.OFFLOAD}
+    slices: dict[int, list[int]] = {}
+    for form in strategy.problem.forms:
+        if form.action is Action.SLICE:
+            slices.setdefault(form.value, []).append(form.stored)
+    sliced = {value: draw.choice(found) for value, found in slices.items()}
     simulator = strategy.simulator
     share, has_orders = draw.random(), draw.random() < 0.125
     drawn = [value for value in simulator.candidates if draw.random() < share]
@@ -202,6 +213,7 @@ def plans_of(captured: Captured, draw: random.Random) -> tuple[list[Chosen], Map
             ("save least", simulator.normalize(())),
             ("stored", simulator.normalize(stored.get(value, value) for value in simulator.default_saved)),
             ("offloaded", simulator.normalize(on_host.get(value, value) for value in simulator.default_saved)),
+            ("sliced", simulator.normalize(sliced.get(value, value) for value in simulator.default_saved)),
             ("drawn", simulator.normalize(drawn)),
         )
     ]

@@ -1,0 +1,273 @@
+"""Values of which a part is stored: gradients, peaks, what is chosen, what is known to be exact, files."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import DEVICES, FAMILIES, family_on, repeatable
+from measure import forward_backward, held_tensors, measured_peak
+from test_storage import LOSS_BYTES, SLACK_BYTES, compiled, decisions, gradients, store_everything
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import dyngran
+from dyngran.compiler import planned_graph, registry, slice_forms, slice_probe, strategy
+from dyngran.compiler.partition import partition
+from dyngran.passes.plan import Action
+from dyngran.passes.problem import Problem
+
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of small values as well, in small steps."""
+    monkeypatch.setattr(strategy, "find_slices", partial(slice_forms.find_slices, min_bytes=256, step_bytes=64))
+
+
+def problem_of(step: Callable[..., Any]) -> Problem:
+    planned = registry.graphs_of(step)[-1].strategy
+    assert planned is not None
+    return planned.problem
+
+
+@pytest.mark.parametrize(
+    ("name", "device"), [pytest.param(name, device, marks=pytest.mark.xdist_group(name)) for device in DEVICES for name in FAMILIES]
+)
+@pytest.mark.usefixtures("fine")
+def test_slices_of_everything_train_bit_by_bit_at_the_predicted_peak(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    module, inputs = family_on(name, device)
+    with repeatable(device):
+        want = gradients(compiled(module, pack=False, slice=False), module, inputs)
+        store_everything(monkeypatch)
+        step = compiled(module, pack=False)
+        got = gradients(step, module, inputs)
+    assert all(map(torch.equal, got, want))
+    assert {one.action for one in dyngran.explain(step).plan.decisions if one.format is not None} == {Action.SLICE}
+    if device == "cpu":  # on a card libraries' workspaces appear between the two compilations
+        module.zero_grad()
+        peak_bytes = measured_peak(partial(forward_backward, step, inputs), held_tensors(module, inputs))
+        assert peak_bytes <= dyngran.explain(step).predicted_peak_bytes + SLACK_BYTES + LOSS_BYTES
+
+
+class Wide(nn.Module):
+    """Few values, and each a large part of the step's memory."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.up, self.down = (nn.ModuleList(nn.Linear(*sizes) for _ in range(2)) for sizes in ((width, 4 * width), (4 * width, width)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(F.gelu(up(x)))
+        return x.square().mean()
+
+
+def wide(device: str = "cpu") -> tuple[Wide, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    return Wide().to(device), (torch.randn(4096, 128, device=device),)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_budget_between_two_plans_is_met_closely(device: str) -> None:
+    """The default offers: every value here has more than 4 MiB, and is far more than one step of the transient."""
+    module, inputs = wide(device)
+    step = compiled(module, budget=None, pack=False)
+    want = gradients(step, module, inputs)
+    free = dyngran.explain(step)
+    budget = free.predicted_peak_bytes - 2**21
+    plans = {}
+    for allowed in (False, True):
+        step = compiled(module, budget=budget, pack=False, slice=allowed)
+        assert all(map(torch.equal, gradients(step, module, inputs), want))
+        plans[allowed] = dyngran.explain(step).plan
+        if device == "cpu":
+            module.zero_grad()
+            assert measured_peak(partial(forward_backward, step, inputs), held_tensors(module, inputs)) <= budget
+    cut = [one for one in plans[True].decisions if one.action is Action.SLICE]
+    assert cut
+    assert plans[True].time_us < plans[False].time_us
+    for one in cut:
+        assert one.dimension == 0
+        assert one.fraction is not None and one.stored_bytes is not None
+        assert one.stored_bytes == pytest.approx(one.fraction * one.size_bytes, abs=1024)
+        assert not one.error
+        assert "the same bits as forward's" in one.reason
+
+
+@pytest.mark.usefixtures("fine")
+def test_one_row_is_not_cut_and_other_dimensions_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Channels(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.second(torch.relu(self.first(x))) * 2).square().mean()
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    module, x = Channels(), torch.randn(1, 3, 32, 32)
+    want = gradients(compiled(module, pack=False, slice=False), module, (x,))
+    store_everything(monkeypatch)
+    step = compiled(module, pack=False)
+    assert all(map(torch.equal, gradients(step, module, (x,)), want))
+    cut = [one for one in dyngran.explain(step).plan.decisions if one.action is Action.SLICE]
+    assert cut
+    assert all(one.dimension != 0 for one in cut)
+
+
+@pytest.mark.usefixtures("fine")
+def test_what_was_drawn_is_never_drawn_again_for_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64))
+    x = torch.randn(256, 64)
+
+    def run(step: Callable[..., Any]) -> list[Tensor]:
+        return gradients(lambda batch: step(batch).square().mean(), module, (x,))
+
+    want = run(compiled(module, pack=False, slice=False))
+    store_everything(monkeypatch)
+    step = compiled(module, pack=False)
+    assert all(map(torch.equal, run(step), want))
+    problem = problem_of(step)
+    pinned = {op.index for op in problem.ops if op.pinned or "rand" in op.target or "bernoulli" in op.target}
+    forms = [form for form in problem.forms if form.action is Action.SLICE]
+    assert forms and pinned
+    assert not any(form.again & pinned for form in forms)
+
+
+def test_a_library_that_sums_otherwise_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product whose bits depend on how many rows it has is not offered in part; what is made of it alone is."""
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.randn(512, 64)
+    monkeypatch.setattr(strategy, "find_slices", partial(slice_forms.find_slices, min_bytes=256, step_bytes=64))
+    honest = compiled(module, pack=False)
+    honest(x).square().mean().backward()
+    targets = {problem_of(honest).ops[op].target for form in problem_of(honest).forms for op in form.again}
+    assert "aten.relu.default" in targets
+
+    make = slice_probe._round_trip
+
+    def rounds(cone: Any) -> Callable[..., Tensor]:
+        run = make(cone)
+        if any("addmm" in str(node.target) for node in cone.calls):
+            return lambda *given: torch.nextafter(run(*given), torch.tensor(0.0))
+        return run
+
+    monkeypatch.setattr(slice_probe, "_round_trip", rounds)
+    monkeypatch.setattr(slice_probe, "_known", {})
+    wary = compiled(module, pack=False)
+    wary(x).square().mean().backward()
+    targets = {problem_of(wary).ops[op].target for form in problem_of(wary).forms for op in form.again}
+    assert "aten.relu.default" in targets
+    assert not any("addmm" in target for target in targets)
+
+
+@pytest.mark.usefixtures("fine")
+@pytest.mark.parametrize("function", [torch.relu, torch.sigmoid, torch.tanh, F.gelu, F.silu])
+@pytest.mark.parametrize("width", [100, 128])
+def test_ends_of_vectors_that_give_other_bits_are_found_out(function: Callable[[Tensor], Tensor], width: int) -> None:
+    """On a CPU functions may give other bits for the last numbers of a thread's share, which fill no vector: they are offered in part where
+    nothing is left over, and everywhere if they give the same bits."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    numbers = torch.randn(200_000)
+    is_same_everywhere = torch.equal(function(numbers), function(torch.stack((numbers, numbers), dim=1)[:, 0]))
+    module, x = nn.Linear(width, width), torch.randn(64, width)
+
+    def model(batch: Tensor) -> Tensor:
+        return function(module(batch)).square()
+
+    step = compiled(model, pack=False)
+    step(x).mean().backward()
+    forms = [form for form in problem_of(step).forms if form.action is Action.SLICE]
+    again = {problem_of(step).ops[op].target for form in forms for op in form.again}
+    assert (f"aten.{function.__name__}.default" in again) == (is_same_everywhere or width == 128)
+
+
+@pytest.mark.usefixtures("fine")
+def test_inductor_trains_with_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module, x = (
+        nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 64), nn.Softmax(dim=-1)),
+        torch.randn(512, 64),
+    )
+    exact = copy.deepcopy(module).double()
+    exact(x.double()).square().sum().backward()
+    store_everything(monkeypatch)
+    torch._dynamo.reset()
+    step = torch.compile(module, backend="dyngran", options={"budget": "20GiB", "keep_below": 0, "pack": False})
+    for _ in range(2):
+        module.zero_grad()
+        step(x).square().sum().backward()
+    for one, other in zip(module.parameters(), exact.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        assert (one.grad.double() - other.grad).norm() <= 1e-5 * other.grad.norm()
+    assert {one.action for one in dyngran.explain(step).plan.decisions if one.format is not None} == {Action.SLICE}
+
+
+def test_a_plan_file_holds_slices_and_is_applied(tmp_path: Path) -> None:
+    module, inputs = wide()
+    step = compiled(module, budget=None, pack=False)
+    want = gradients(step, module, inputs)
+    budget = dyngran.explain(step).predicted_peak_bytes - 2**21
+    step = compiled(module, budget=budget, pack=False)
+    gradients(step, module, inputs)
+    path = tmp_path / "plan.json"
+    dyngran.save_plan(path, step)
+    stored = decisions(step)
+    assert stored
+    again = compiled(module, budget=budget, plan=path, pack=False)
+    assert all(map(torch.equal, gradients(again, module, inputs), want))
+    assert decisions(again) == stored
+    with pytest.raises(Exception, match="not all of them can be stored so here"):
+        gradients(compiled(module, budget=budget, plan=path, pack=False, slice=False), module, inputs)
+
+
+@pytest.mark.usefixtures("fine")
+def test_the_missing_rows_alone_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In backward the cheap operator above a value runs on as many rows as are missing."""
+    cut: list[tuple[fx.GraphModule, fx.GraphModule]] = []
+
+    def recorded(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        cut.append(partition(*args, **kwargs))
+        return cut[-1]
+
+    monkeypatch.setattr(planned_graph, "partition", recorded)
+    store_everything(monkeypatch, formats=frozenset({"rows0_448_of_512"}))
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.randn(512, 64)
+    step = compiled(module, pack=False)
+    step(x).square().mean().backward()
+    assert decisions(step)["relu"][0] == "rows0_448_of_512"
+    rows = [[node.meta["val"].shape[0] for node in side.graph.find_nodes(op="call_function", target=aten.relu.default)] for side in cut[-1]]
+    assert rows == [[512], [64]]
+
+
+def test_attention_is_cut_along_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+            mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+            return self.out(mixed).square().mean()
+
+    monkeypatch.setattr(strategy, "find_slices", partial(slice_forms.find_slices, min_bytes=256, step_bytes=64))
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    module, x = Attention(), torch.randn(8, 32, 64)
+    want = gradients(compiled(module, pack=False, slice=False), module, (x,))
+    store_everything(monkeypatch)
+    step = compiled(module, pack=False)
+    assert all(map(torch.equal, gradients(step, module, (x,)), want))
