@@ -17,7 +17,7 @@ from dyngran.compiler.accounting import Measure
 from dyngran.compiler.capture import Captured, JointGraph, capture
 from dyngran.compiler.codecs import STOCHASTIC
 from dyngran.compiler.host_memory import NO_LINK_NOTE, host_limit_bytes, host_link
-from dyngran.compiler.options import Codegen, Options, Outputs, PlanMismatchPolicy
+from dyngran.compiler.options import LOSSY, Codegen, Options, Outputs, PlanMismatchPolicy
 from dyngran.compiler.order_rules import order_rules
 from dyngran.compiler.partition import check_runnable
 from dyngran.compiler.plans.applied_plan import REMEDY, AppliedPlan, apply_document, values_on_host
@@ -203,6 +203,7 @@ class Strategy:
             first = () if options.plan is None else values_on_host(load_plan(options.plan), bare, mark)
             limit_bytes = max(0, host_limit_bytes(options, is_offline=is_offline) - host_bytes_before)
             forms += find_copies(bare_captured, link, first=first, limit_bytes=limit_bytes)
+        forms = tuple(sorted(forms, key=_rank))
         return cls(captured, options, mark, bare=bare, forms=forms, is_offline=is_offline)
 
     def measure_workspace(self, target: object, args: tuple[object, ...]) -> int | None:
@@ -700,6 +701,13 @@ class Strategy:
         values = self.problem.values
         live = self.planner.judge.timeline(plan).live_at_peak
         return tuple((values[value].label or values[value].name, size) for value, size in live[:8])
+
+
+def _rank(form: StoredForm) -> int:
+    """The more exact first, and before what rounds what waits in host memory: a search with fewer kinds of forms comes before one with
+    more, and of two forms of a value in one plan the first counts."""
+    offer = form.offer
+    return 2 + LOSSY.index(offer.format) if offer.error else int(offer.action is Action.OFFLOAD)
 
 
 def _with_stock(captured: Captured) -> Problem:

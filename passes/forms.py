@@ -216,6 +216,19 @@ def without_forms(problem: Problem) -> Problem:
     return replace(problem, values=values, ops=ops, forms=())
 
 
+def with_fewer_forms(problem: Problem) -> Problem:
+    """The problem without its last kind of forms: kinds are what is exact and stays on the device, what waits in host memory, and each
+    format that rounds, as they follow each other in the problem. What remains keeps its numbers."""
+    kinds = [kind_of(form) for form in problem.forms]
+    num_left = len(kinds) - next((place for place, kind in enumerate(reversed(kinds)) if kind != kinds[-1]), len(kinds))
+    return with_forms(without_forms(problem), offers_of(problem)[:num_left])
+
+
+def kind_of(form: Form | Offer) -> str:
+    """What a user allows to get such forms: "" for what is allowed by default."""
+    return form.format if form.error or form.action is Action.OFFLOAD else ""
+
+
 def base_ops(problem: Problem) -> tuple[int, ...]:
     """The ops that neither store nor load a form, in order: the number of each op of the problem without forms in this one."""
     transfers = {index for form in problem.forms for index in (form.store, form.load)}

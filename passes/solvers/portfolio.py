@@ -19,7 +19,7 @@ from time import monotonic
 from dyngran.passes.archive import TIE_US, Accepts, Archive, Entry, Judge, Proposal
 from dyngran.passes.bounds import lower_bound
 from dyngran.passes.errors import InvalidOption
-from dyngran.passes.forms import crossing_values
+from dyngran.passes.forms import crossing_values, with_fewer_forms
 from dyngran.passes.moves import LARGE
 from dyngran.passes.native.graph import Stop
 from dyngran.passes.plan import Action, Plan, Schedule
@@ -71,6 +71,7 @@ NUM_CUT_RUNGS = 10
 CUT_SWEEPS = 2  # that are looked into for each rung
 NUM_FORM_STARTS = 12  # plans without forms that are looked at with forms
 SLICE_WORK = 3_000_000  # op visits of plans that are looked at with one slice more
+SHARE_OF_FEWER = 0.8  # of the time that the safety stop allows, for the search with one kind of forms less
 MIN_SLICE_STARTS, MAX_SLICE_STARTS = 6, 60  # those plans
 NUM_GUIDES = 12  # plans of others whose choices are options of the hierarchical planner
 MAX_MUTWO_OPS = 5000  # above it others find as much in less time
@@ -117,7 +118,7 @@ class Planner:
         self._bare = self.simulator.bare  # for those who know no forms
         self.judge = Judge(self.simulator, on_simulation=self._tick, accepts=accepts)
         self._accepts = accepts
-        self._plain: Planner | None = None  # of the problem without forms
+        self._fewer: Planner | None = None  # of the problem with fewer forms
         self.truncated = False
         self._progress = progress or (lambda line: None)
         self._max_seconds = max_seconds
@@ -213,8 +214,8 @@ class Planner:
         self._once("slices", "forms", self._with_one_slice())
 
     def _search_with_forms(self) -> None:
-        """On from all that is found without forms: whoever allows one more way to store values gets no slower plan for it."""
-        self._take_over(self._without_forms())
+        """On from all that is found with one kind of forms less: whoever allows one more way to store values gets no slower plan for it."""
+        self._take_over(self._with_fewer_forms())
         self._once("forms", "forms", forms.propose(self.simulator, self._along_the_frontier(NUM_FORM_STARTS)))
         self._once("regions", "hierarchical", self._by_regions("auto", None, guides=NUM_GUIDES))
         found = [entry.outcome.saved for entry in self.judge.archive.frontier() if entry.outcome.schedule is None]
@@ -227,22 +228,22 @@ class Planner:
             starts = self._along_the_frontier(max(MIN_SLICE_STARTS, min(MAX_SLICE_STARTS, num_plans // num_slices)))
             yield from forms.sliced(self.simulator, starts)
 
-    def _without_forms(self) -> Planner:
-        """A planner of the problem without forms, which has searched."""
-        if self._plain is None:
-            seconds = self._max_seconds / 2
-            self._plain = Planner(self._bare.problem, progress=self._progress, max_seconds=seconds, accepts=self._accepts)
-            self._plain._search()
-        return self._plain
+    def _with_fewer_forms(self) -> Planner:
+        """A planner of the problem with one kind of forms less, which has searched."""
+        if self._fewer is None:
+            seconds, problem = self._max_seconds * SHARE_OF_FEWER, with_fewer_forms(self.problem)
+            self._fewer = Planner(problem, progress=self._progress, max_seconds=seconds, accepts=self._accepts)
+            self._fewer._search()
+        return self._fewer
 
-    def _take_over(self, plain: Planner) -> None:
-        for entry in plain.judge.archive.frontier():
+    def _take_over(self, fewer: Planner) -> None:
+        for entry in fewer.judge.archive.frontier():
             schedule = entry.outcome.schedule
             if schedule is None:
                 self.judge(entry.outcome.saved, entry.solver)
             else:
                 self.judge.judge_schedule(schedule, entry.solver)
-        self.truncated |= plain.truncated
+        self.truncated |= fewer.truncated
 
     def _search_plain(self) -> None:
         num_ops = len(self.problem.ops)
@@ -284,8 +285,8 @@ class Planner:
         if self.truncated:
             return
         if self.problem.forms and not self.problem.fused:  # orders use no forms
-            self._without_forms().search_schedules(budget_bytes)
-            self._take_over(self._without_forms())
+            self._with_fewer_forms().search_schedules(budget_bytes)
+            self._take_over(self._with_fewer_forms())
         elif self._is_all_forward:
             self.search_orders(budget_bytes)
         elif not self._is_fastest_proven(budget_bytes):
