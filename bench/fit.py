@@ -120,10 +120,10 @@ def prediction(trainer: Trainer) -> Row:
 
 
 def storage_options(formats: str) -> Row:
-    """``"none"``, ``"pack"``, ``"pack+offload+fp8"``: lossless packing or not, host memory or not, and the lossy formats allowed."""
+    """``"none"``, ``"pack"``, ``"pack+slice+offload+fp8"``: lossless packing, slices, host memory or not, and the lossy formats allowed."""
     names = [] if formats == "none" else formats.split("+")
-    lossy = [name for name in names if name not in ("pack", "offload")]
-    return {"pack": "pack" in names, "offload": "offload" in names, "storage": lossy}
+    switches = ("pack", "slice", "offload")
+    return {**{name: name in names for name in switches}, "storage": [name for name in names if name not in switches]}
 
 
 def memory_row(memory: Memory) -> Row:
@@ -150,7 +150,7 @@ def one(args: argparse.Namespace) -> int:
         "model": args.models[0],
         "config": args.config,
         "batch": batch,
-        "storage": args.storage[0] if args.storage else "pack",
+        "storage": args.storage[0] if args.storage else "pack+slice",
         "budget_bytes": args.budget_bytes,
         "outputs": "dropped" if args.drop_outputs else "held",
         "stage": "compiled",
@@ -377,7 +377,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["llama350m", "vitl", "resnet152"], choices=list(CASES))
     parser.add_argument("--budgets", nargs="*", type=float, default=[0.9, 0.7, 0.5, 0.3], help="shares of the free transient")
-    parser.add_argument("--storage", nargs="*", default=[], help='for each budget: "none", "pack", "pack+bf16", "pack+bf16+fp8", ...')
+    parser.add_argument("--storage", nargs="*", default=[], help='for each budget: "none", "pack+slice", "pack+slice+bf16", ...')
     parser.add_argument("--batches", nargs="*", type=float, default=[], help="multiples of the batch, under stock compile's peak")
     parser.add_argument("--skip-free", action="store_true", help="leave out dyngran without a budget")
     parser.add_argument("--side-by-side", action="store_true", help="compile all models at the same time; the card must hold them")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -25,7 +26,8 @@ from dyngran.passes.profile_cache import device_settings
 from dyngran.passes.signature import TensorSpec
 
 SEED = 0
-NUM_TRIED = 200_003  # numbers on which vectors and single numbers are compared
+NUM_TRIED = 200_003  # numbers on which vectors and single numbers are compared, and about so many of a value, in
+MAX_DRAWS = 40  # draws at most
 GRAIN, VECTOR = 32768, 128  # numbers: the least share of a thread, and a multiple of what loops over vectors take at once
 NUM_DRAWN = 1_000_003  # numbers, a prime, so that rows differ
 _known: dict[object, bool] = {}  # of this process
@@ -145,20 +147,27 @@ def _described(cone: Cone) -> object:
 
 
 def _give_same_bits(cones: Sequence[Cone], device: torch.device) -> list[bool]:
-    """Slices of one value, which is made once of the same numbers wherever their leaves are the same."""
-    found: list[bool] = []
+    """Slices of one value. Of few numbers some might agree by chance: those are drawn more than once."""
+    exact = list(cones)
+    generator = torch.Generator(device=device).manual_seed(SEED)
+    for _ in range(max(1, min(MAX_DRAWS, NUM_TRIED // cones[0].value.meta["val"].numel()))):
+        exact = _same_once(exact, device, generator)
+    return [cone in exact for cone in cones]
+
+
+def _same_once(cones: Sequence[Cone], device: torch.device, generator: torch.Generator) -> list[Cone]:
+    """Those that give the same bits for numbers drawn now; of cones of the same leaves and calls the whole value is made once."""
+    found: list[Cone] = []
     whole: torch.Tensor | None = None
     made_of: Cone | None = None
     samples: list[torch.Tensor] = []
     for cone in cones:
-        try:
-            with torch.no_grad():
-                if whole is None or made_of is None or (made_of.leaves, made_of.calls) != (cone.leaves, cone.calls):
-                    samples = _samples(cone, device)
-                    whole, made_of = _maker(cone)(*samples), cone
-                found.append(_same_bits(whole, _round_trip(cone)(whole, *samples)))
-        except FAILURES:  # an operator that does not run on these numbers, or not on rows of them
-            found.append(False)
+        with suppress(*FAILURES), torch.no_grad():  # an operator that does not run on these numbers, or not on rows of them
+            if whole is None or made_of is None or (made_of.leaves, made_of.calls) != (cone.leaves, cone.calls):
+                samples = [_sample(TensorSpec.of(leaf.meta["val"]), device, generator) for leaf in cone.leaves]
+                whole, made_of = _maker(cone)(*samples), cone
+            if _same_bits(whole, _round_trip(cone)(whole, *samples)):
+                found.append(cone)
     return found
 
 
@@ -194,15 +203,11 @@ def _function(graph: fx.Graph) -> Callable[..., torch.Tensor]:
     return fx.Interpreter(fx.GraphModule(torch.nn.Module(), graph)).run
 
 
-def _samples(cone: Cone, device: torch.device) -> list[torch.Tensor]:
-    """Numbers for the leaves, of either sign; 0 and 1 where they are whole, which are indices of everything."""
-    generator = torch.Generator(device=device).manual_seed(SEED)
-    return [_sample(TensorSpec.of(leaf.meta["val"]), device, generator) for leaf in cone.leaves]
-
-
 def _sample(spec: TensorSpec, device: torch.device, generator: torch.Generator) -> torch.Tensor:
-    """Numbers at random, repeated in large tensors, where drawing takes longer than what is tried."""
-    drawn = torch.empty(min(max(1, spec.num_stored), NUM_DRAWN), device=device)
+    """Numbers at random with all the digits that their type has, of either sign; 0 and 1 where they are whole, which are indices of
+    everything. Repeated in large tensors, where drawing takes longer than what is tried."""
+    dtype = spec.dtype if spec.dtype in (torch.float64, torch.complex64, torch.complex128) else torch.float32
+    drawn = torch.empty(min(max(1, spec.num_stored), NUM_DRAWN), dtype=dtype, device=device)
     if spec.dtype.is_floating_point or spec.dtype.is_complex:
         drawn.normal_(generator=generator)
     else:

@@ -47,7 +47,7 @@ from dyngran.passes.bounds import bound_of
 from dyngran.passes.decide import decide
 from dyngran.passes.errors import BudgetTooSmall, PlanMismatch, format_bytes
 from dyngran.passes.fingerprint import fingerprint
-from dyngran.passes.forms import with_forms
+from dyngran.passes.forms import base_ops, with_forms
 from dyngran.passes.order_rules import OrderRules, at_the_ends, check_order
 from dyngran.passes.plan import Action, Plan, Schedule
 from dyngran.passes.problem import Kind, Problem
@@ -481,13 +481,22 @@ class Strategy:
             budget_bytes=limit,
             least_peak_bytes=self._need(best),
             pinned=self.pinned_at_peak(best),
-            hint=self._hint(limit, best) + self._hint_of_carried(best),
+            hint=self._hint(limit, best) + self._hint_of_forms(limit) + self._hint_of_carried(best),
         )
 
     def _hint(self, limit: int, best: Outcome) -> str:
         if best.schedule is None or limit <= self.problem.total_static_bytes:
             return self.planner.hint(limit, best, solver=self.options.solver)
         return "Values are made again there as often as it takes: raise the budget to the least peak or lower the batch size."
+
+    def _hint_of_forms(self, limit: int) -> str:
+        """Which ways to store values were not allowed, where that could help."""
+        if limit <= self.problem.total_static_bytes:
+            return ""
+        ways = [] if self.options.storage else ["rounded, options={'storage': ['bf16', 'fp8']}"]
+        if self.captured.device.type == "cuda" and not self.options.offload:
+            ways.append("in host memory, options={'offload': True}")
+        return f" Values that are stored {' or '.join(ways)} may need less." if ways else ""
 
     def hint_of_gradients(self) -> str:
         """What a loop needs that zeroes gradients after forward, or adds them up: the first call does not see it."""
@@ -685,7 +694,7 @@ class Strategy:
 
     def notes_of(self, plan: Plan) -> list[str]:
         """Sentences for `explain`."""
-        sources = Counter(op.cost_source.split(":")[0] for op in self.problem.ops)
+        sources = Counter(self.problem.ops[op].cost_source.split(":")[0] for op in base_ops(self.problem))
         notes = ["costs: " + ", ".join(f"{count} {source}" for source, count in sorted(sources.items()))]
         if plan.budget_bytes is not None and plan.saved == self.free.saved and plan.schedule is None:
             notes.append("already under budget: torch's own partition fits, so nothing was changed")

@@ -8,13 +8,23 @@ import pytest
 from brute_force import naive_replay
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import problems, problems_with_forms, storable
+from problems import Builder, problems, problems_with_forms, storable
 from test_simulate import COMPARED, any_saved, plans_in_a_row
 
-from dyngran.passes.forms import Offer, Transfer, base_ops, crossing_values, with_forms, without_forms
+from dyngran.passes.forms import (
+    Offer,
+    Transfer,
+    base_ops,
+    crossing_values,
+    kind_of,
+    offers_of,
+    with_fewer_forms,
+    with_forms,
+    without_forms,
+)
 from dyngran.passes.native.graph import NativeGraph, NativeSearch
 from dyngran.passes.plan import Action
-from dyngran.passes.problem import Problem
+from dyngran.passes.problem import Kind, Problem, Side
 from dyngran.passes.simulate import Simulator
 
 
@@ -83,6 +93,46 @@ def test_the_problem_without_forms_is_the_one_that_they_were_put_into(problem: P
         assert formed.ops[form.store].writes == formed.ops[form.load].reads == (form.stored,)
         assert formed.values[form.stored].producer == form.store
     assert crossing_values(formed, [form.stored for form in formed.forms]) == frozenset(values)
+
+
+@settings(max_examples=200, deadline=None)
+@given(problem=problems_with_forms())
+def test_forms_are_read_back_as_they_were_offered(problem: Problem) -> None:
+    assert with_forms(without_forms(problem), offers_of(problem)) == problem
+
+
+@settings(max_examples=200, deadline=None)
+@given(problem=problems_with_forms(), errors=st.lists(st.sampled_from(["", "bf16", "int8"]), max_size=4))
+def test_fewer_kinds_of_forms_keep_their_numbers(problem: Problem, errors: list[str]) -> None:
+    """What a plan saves means the same with one kind less, as long as it names none of that kind."""
+    offers = offers_of(problem)
+    kinds = [*errors, *([""] * len(offers))][: len(offers)]
+    named = [replace(offer, error=kind, format=kind or offer.format) for offer, kind in zip(offers, sorted(kinds), strict=True)]
+    formed = with_forms(without_forms(problem), named)
+    fewer = with_fewer_forms(formed)
+    gone = formed.forms[len(fewer.forms) :]
+    assert len({kind_of(form) for form in gone}) == min(1, len(formed.forms))
+    assert [(form.value, form.stored, form.format) for form in fewer.forms] == [
+        (form.value, form.stored, form.format) for form in formed.forms[: len(fewer.forms)]
+    ]
+    if fewer.forms and gone:
+        assert kind_of(fewer.forms[-1]) != kind_of(gone[0])
+
+
+@pytest.mark.parametrize("parts", [(3,), (2,)])
+def test_a_slice_is_made_of_what_is_there_before_it(parts: tuple[int, ...]) -> None:
+    """Neither of a tangent nor of itself."""
+    build = Builder()
+    given = build.given(1, Kind.INPUT)
+    first = build.op([given], 4)
+    second = build.op([first], 4)
+    tangent = build.given(1, Kind.TANGENT)
+    build.gradients.add(build.op([tangent, second], 1, side=Side.BACKWARD))
+    cost = Transfer(cost_us=1.0)
+    offer = Offer(value=second, action=Action.SLICE, format="rows0_1_of_2", size_bytes=2, store=cost, load=cost, parts=(first,))
+    assert with_forms(build.build(), [offer]).forms
+    with pytest.raises(ValueError, match="is not there before it"):
+        with_forms(build.build(), [replace(offer, parts=parts)])
 
 
 @settings(max_examples=100, deadline=None)

@@ -385,6 +385,36 @@ def test_the_hierarchical_planner_s_answer_does_not_depend_on_what_was_asked_bef
         assert (asked.saved, asked.time_us) == (alone.saved, alone.time_us)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
+def test_each_further_kind_of_forms_makes_no_plan_slower(share: float) -> None:
+    """As a user allows more: slices, then host memory, then two formats that round."""
+    bare = transformer(2, fused=True)
+    values = [value for value in storable(bare) if bare.values[value].size_bytes]
+    cost = Transfer(cost_us=0.2)
+
+    def offers(action: Action, format: str, share: float, error: str = "") -> list[Offer]:
+        size = {value: int(bare.values[value].size_bytes * share) for value in values}
+        parts = {value: bare.ops[bare.values[value].producer or 0].reads if action is Action.SLICE else () for value in values}
+        return [
+            Offer(value=value, action=action, format=format, size_bytes=size[value], store=cost, load=cost, error=error, parts=parts[value])
+            for value in values
+        ]
+
+    kinds = [
+        offers(Action.SLICE, "rows0_1_of_2", 0.5),
+        offers(Action.OFFLOAD, "host", 0.3),
+        offers(Action.NARROW, "bf16", 0.5, "some"),
+        offers(Action.NARROW, "int8", 0.25, "more"),
+    ]
+    planners = [Planner(with_forms(bare, [offer for kind in kinds[:count] for offer in kind])) for count in range(len(kinds) + 1)]
+    frontier = planners[0].frontier()
+    least, most = frontier[0].peak_bytes, frontier[-1].peak_bytes
+    times = [planner.solve(int(least + share * (most - least))).time_us for planner in planners]
+    assert times == sorted(times, reverse=True)
+    peaks = [planner.frontier()[0].peak_bytes for planner in planners]
+    assert peaks == sorted(peaks, reverse=True)
+
+
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.4, 0.8])
 def test_allowing_forms_makes_no_plan_slower(share: float) -> None:
     """With copies to host memory allowed, at budgets where orders of ops are the answer as well."""
