@@ -63,8 +63,8 @@ class SliceProbe:
         if self._device.type != "cpu":
             return True
         return all(
-            kind is not Exactness.POINTWISE or _fills_vectors(node, cone.rows) or self._is_same_everywhere(node)
-            for node, kind in zip(cone.calls, cone.kinds, strict=True)
+            kind is not Exactness.POINTWISE or _fills_vectors(node, rows) or self._is_same_everywhere(node)
+            for node, rows, kind in zip(cone.calls, cone.made, cone.kinds, strict=True)
         )
 
     def _is_same_everywhere(self, node: fx.Node) -> bool:
@@ -98,7 +98,7 @@ def _fills_vectors(node: fx.Node, rows: Rows) -> bool:
     row = math.prod(tensor.shape[rows.dimension + 1 :])
     if math.prod(tensor.shape[: rows.dimension]) != 1 or row % VECTOR:
         return False
-    return all(_share(count * row) % VECTOR == 0 for count in (tensor.shape[rows.dimension], tensor.shape[rows.dimension] - rows.begin))
+    return all(_share(count * row) % VECTOR == 0 for count in (tensor.shape[rows.dimension], rows.count))
 
 
 def _share(count: int) -> int:

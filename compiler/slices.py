@@ -28,13 +28,14 @@ _WORSE = (Exactness.COPY, Exactness.POINTWISE, Exactness.LIBRARY)
 
 @dataclass(frozen=True, slots=True)
 class Cone:
-    """How ``rows`` of ``value`` are made again. ``leaves`` are read, rows of ``calls`` are made, both in the order of the graph; ``kinds``
-    says of each call how exact that is."""
+    """How ``rows`` of ``value`` are made again. ``leaves`` are read, rows of ``calls`` are made, both in the order of the graph; ``made``
+    says which rows of each call, ``kinds`` how exact it is."""
 
     value: fx.Node
     rows: Rows
     leaves: tuple[fx.Node, ...]
     calls: tuple[fx.Node, ...]
+    made: tuple[Rows, ...]
     kinds: tuple[Exactness, ...]
 
     @property
@@ -54,20 +55,23 @@ def find_cone(value: fx.Node, rows: Rows, *, is_leaf: Callable[[fx.Node], bool],
         leaves, calls = _walk(value, rows, forced, is_leaf, may_run)
         if value not in calls or any(isinstance(leaf.meta.get("val"), (tuple, list)) for leaf in leaves):
             return None
-        both = leaves & calls.keys()
-        if not both:
+        several = {node for node, made in calls.items() if node in leaves or len(made) > 1}
+        if not several:
             order = sorted(calls)
-            return Cone(value, rows, tuple(sorted(leaves)), tuple(order), tuple(calls[node].exactness for node in order))
-        forced |= both  # somebody reads all of it: then rows are taken of that
+            made, kinds = zip(*(next(iter(calls[node].items())) for node in order), strict=True)
+            return Cone(value, rows, tuple(sorted(leaves)), tuple(order), made, kinds)
+        if value in several:
+            return None
+        forced |= several  # somebody reads all of it, or other rows: then rows are taken of the whole
 
 
 def _walk(
     value: fx.Node, rows: Rows, forced: set[fx.Node], is_leaf: Callable[[fx.Node], bool], may_run: Callable[[fx.Node], bool]
-) -> tuple[set[fx.Node], dict[fx.Node, SlicedCall]]:
-    """Leaves, and the calls that make rows of what is no leaf."""
+) -> tuple[set[fx.Node], dict[fx.Node, dict[Rows, Exactness]]]:
+    """Leaves, and what is no leaf with the rows of it that are made, and how exactly."""
     own = {value, value.all_input_nodes[0]} if torch_private.is_getitem(value) else {value}
     leaves: set[fx.Node] = set()
-    calls: dict[fx.Node, SlicedCall] = {}
+    calls: dict[fx.Node, dict[Rows, Exactness]] = {}
     waiting: list[Part] = [Part(value, rows)]
     seen: set[Part] = set()
     while waiting:
@@ -79,10 +83,10 @@ def _walk(
         if part.node in own or (part.node not in forced and part.rows is not None and not is_leaf(part.node)):
             call = _call_of(part, may_run)
         is_dear = part.node not in own and (call is None or call.exactness is Exactness.LIBRARY or len(calls) > MAX_CALLS)
-        if call is None or is_dear:
+        if call is None or part.rows is None or is_dear:
             leaves.add(part.node)
         else:
-            calls[part.node] = call
+            calls.setdefault(part.node, {})[part.rows] = call.exactness
             waiting.extend(_parts_of((call.args, call.kwargs)))
     return leaves, calls
 

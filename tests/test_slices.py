@@ -14,13 +14,18 @@ from families import DEVICES, FAMILIES, family_on, repeatable
 from measure import forward_backward, held_tensors, measured_peak
 from test_storage import LOSS_BYTES, SLACK_BYTES, compiled, decisions, gradients, store_everything
 from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import dyngran
-from dyngran.compiler import planned_graph, registry, slice_forms, slice_probe, strategy
+from dyngran.compiler import planned_graph, registry, slice_forms, slice_probe, strategy, torch_private
 from dyngran.compiler.partition import partition
+from dyngran.compiler.row_slices import Exactness, Rows
+from dyngran.compiler.slice_probe import SliceProbe
+from dyngran.compiler.slices import Cone, find_cone
 from dyngran.passes.plan import Action
 from dyngran.passes.problem import Problem
+from dyngran.passes.signature import TensorSpec
 
 aten = torch.ops.aten
 
@@ -271,3 +276,75 @@ def test_attention_is_cut_along_its_batch(monkeypatch: pytest.MonkeyPatch) -> No
     store_everything(monkeypatch)
     step = compiled(module, pack=False)
     assert all(map(torch.equal, gradients(step, module, (x,)), want))
+
+
+def cone_of(function: Callable[..., Tensor], *inputs: Tensor, rows: Rows, leaves: frozenset[str] = frozenset()) -> Cone | None:
+    """Of the last operator of a traced function; ``leaves``: names of operators that are read as they are."""
+    graph = make_fx(function, tracing_mode="fake")(*inputs).graph
+    value = [node for node in graph.nodes if node.op == "call_function"][-1]
+    return find_cone(value, rows, is_leaf=lambda node: node.name in leaves, may_run=lambda node: not torch_private.is_random(node))
+
+
+def test_cheap_operators_run_on_rows_up_to_what_is_there() -> None:
+    rows = Rows(0, 2, 8)
+    cone = cone_of(lambda x, w: ((x @ w).relu() * 2).sigmoid(), torch.ones(8, 4), torch.ones(4, 4), rows=rows)
+    assert cone is not None
+    assert [node.name for node in cone.calls] == ["relu", "mul", "sigmoid"]
+    assert [node.name for node in cone.leaves] == ["mm"]  # no second product for a cheap operator
+    assert set(cone.made) == {rows}
+    assert cone.exactness is Exactness.POINTWISE
+    cone = cone_of(lambda x, w: ((x @ w).relu() * 2).sigmoid(), torch.ones(8, 4), torch.ones(4, 4), rows=rows, leaves=frozenset({"relu"}))
+    assert cone is not None
+    assert [node.name for node in cone.leaves] == ["relu"]
+    cone = cone_of(lambda x, w: x.relu() @ w, torch.ones(8, 4), torch.ones(4, 4), rows=rows)
+    assert cone is not None
+    assert [node.name for node in cone.calls] == ["relu", "mm"]
+    assert cone.exactness is Exactness.LIBRARY
+
+
+def test_what_is_read_whole_or_in_two_ways_is_a_leaf() -> None:
+    def whole(x: Tensor) -> Tensor:
+        once = x.relu()
+        return once * once.sum(0)
+
+    def turned(x: Tensor) -> Tensor:
+        once = x.relu()
+        return once + once.t()
+
+    def shared(x: Tensor) -> Tensor:
+        once = x.relu()
+        return once[:4] + once[4:]
+
+    for function, rows, leaf in ((whole, Rows(0, 2, 8), "sum_1"), (turned, Rows(0, 2, 8), "relu"), (shared, Rows(0, 1, 4), "relu")):
+        cone = cone_of(function, torch.ones(8, 8), rows=rows)
+        assert cone is not None
+        assert leaf in [node.name for node in cone.leaves]
+        assert leaf not in [node.name for node in cone.calls]
+
+
+@pytest.mark.parametrize(
+    ("function", "dimension"),
+    [(lambda x: x.softmax(0), 0), (lambda x: x.cumsum(1), 1), (torch.rand_like, 0), (lambda x: x.sort(0).values, 0)],
+)
+def test_rows_that_depend_on_others_have_no_cone(function: Callable[..., Tensor], dimension: int) -> None:
+    assert cone_of(function, torch.ones(8, 8), rows=Rows(dimension, 2, 8)) is None
+
+
+def test_a_trial_that_has_no_room_offers_nothing() -> None:
+    torch.manual_seed(0)
+    cone = cone_of(lambda x, y: x + y, torch.ones(64, 64), torch.ones(64, 64), rows=Rows(0, 8, 64))
+    assert cone is not None
+    num_bytes = 64 * 64 * 4
+    assert SliceProbe(torch.device("cpu"), limit_bytes=8 * num_bytes).exact_ones([cone]) == [cone]
+    slice_probe._known.clear()
+    assert SliceProbe(torch.device("cpu"), limit_bytes=7 * num_bytes).exact_ones([cone]) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_numbers_that_are_tried_have_all_the_digits_of_their_type(dtype: torch.dtype) -> None:
+    """Products of float32 numbers are exact in float64: a sum in another order would pass for the same."""
+    sample = slice_probe._sample(TensorSpec((4096,), (1,), dtype, "cpu"), torch.device("cpu"), torch.Generator().manual_seed(0))
+    narrower = {torch.float64: torch.float32, torch.float32: torch.bfloat16}.get(dtype)
+    assert sample.dtype is dtype and (sample < 0).any() and (sample > 0).any()
+    if narrower is not None:
+        assert (sample.to(narrower).to(dtype) != sample).float().mean() > 0.99

@@ -50,7 +50,7 @@ TRAIN_SEED = 11
 ABOVE_BYTES = 64  # that a step may need more than predicted: scalars of the engine
 LINK = HostLink(to_host_bytes_per_us=1e6, to_device_bytes_per_us=1e6, latency_us=0.0, source="made")
 LEAST_COPIED_BYTES = 64  # less may be a state of a random generator, which lies on the host already
-LEAST_SLICED_BYTES = 64
+SLICE_STEP_BYTES = 256  # two or three slices of most values: each is tried on the CPU first
 BELOW_BYTES = 32 << 10  # and less: a library's workspace is not needed every time, as with Fourier transforms
 
 
@@ -193,7 +193,7 @@ def plans_of(captured: Captured, draw: random.Random) -> tuple[list[Chosen], Map
     """
     packed = find_forms(captured, (), unit_price, min_saved_bytes=1)
     copied = find_copies(captured, LINK, min_bytes=LEAST_COPIED_BYTES, limit_bytes=2**40)
-    cut = find_slices(captured, SliceProbe(captured.device, limit_bytes=None), min_bytes=LEAST_SLICED_BYTES, step_bytes=1)
+    cut = find_slices(captured, SliceProbe(captured.device, limit_bytes=None), min_bytes=2 * SLICE_STEP_BYTES, step_bytes=SLICE_STEP_BYTES)
     forms = (*packed, *copied, *cut)
     strategy = Strategy(captured, parse_options({"codegen": "eager", "keep_below": 0}), "fuzz", forms=forms, is_offline=True)
     stored = {form.value: form.stored for form in reversed(strategy.problem.forms) if form.action in (Action.PACK, Action.NARROW)}
