@@ -136,15 +136,32 @@ class _SliceFinder:
         whole = self._problem.values[value]
         missing = 1 - Slice.of(cone).fraction
         copied = self._copied(whole.size_bytes)
-        made_bytes = sum(_made_bytes(node, missing) for node in cone.calls if aliased_argument(node) is None)
         copied_bytes = 0 if _is_one_block(cone) else sum(_made_bytes(leaf, missing) for leaf in cone.leaves)
-        workspace_bytes = max((op.workspace_bytes for op in again), default=0)
         return replace(
             copied,
             cost_us=copied.cost_us + missing * sum(op.cost_us for op in again),
             cost_source="a share of the whole",
-            workspace_bytes=max(math.ceil(missing * whole.size_bytes), made_bytes + copied_bytes + workspace_bytes - whole.size_bytes),
+            workspace_bytes=max(math.ceil(missing * whole.size_bytes), self._way_bytes(cone, missing) + copied_bytes - whole.size_bytes),
         )
+
+    def _way_bytes(self, cone: Cone, share: float) -> int:
+        """Most bytes at one time while a share of what leads to the value is made: results up to their last reader, and workspaces."""
+        owner: dict[fx.Node, fx.Node] = {}  # whose memory a call's result lies in
+        last: dict[fx.Node, int] = {}
+        for place, node in enumerate(cone.calls):
+            alias = node.all_input_nodes[0] if torch_private.is_getitem(node) else aliased_argument(node)
+            owner[node] = owner.get(alias, node) if alias is not None else node
+            last[owner[node]] = place
+            for operand in node.all_input_nodes:
+                if operand in owner:
+                    last[owner[operand]] = place
+        live = most = 0
+        for place, node in enumerate(cone.calls):
+            op = self._op.get(node.name)
+            live += _made_bytes(node, share) if owner[node] is node and op is not None else 0
+            most = max(most, live + (0 if op is None else op.workspace_bytes))
+            live -= sum(_made_bytes(one, share) for one in owner if owner[one] is one and last[one] == place and one.name in self._op)
+        return most
 
     def _evidence(self, cone: Cone) -> str:
         exactness = cone.exactness
