@@ -102,7 +102,7 @@ class _SliceFinder:
 
     def form(self, value: int, cone: Cone) -> StoredForm:
         codec, storages = Slice.of(cone), self._captured.storages.of
-        again = [self._op[node.name] for node in cone.calls if node.name in self._op]
+        again = [self._op[node.name] for node in cone.nodes if node.name in self._op]
         size_bytes = self._stored_bytes(cone)
         is_reordered = self._problem.fused and cone.exactness is Exactness.LIBRARY
         return StoredForm(
@@ -136,7 +136,7 @@ class _SliceFinder:
         whole = self._problem.values[value]
         missing = 1 - Slice.of(cone).fraction
         copied = self._copied(whole.size_bytes)
-        copied_bytes = 0 if _is_one_block(cone) else sum(_made_bytes(leaf, missing) for leaf in cone.leaves)
+        copied_bytes = 0 if all(call.is_block for call in cone.calls) else sum(_made_bytes(leaf, missing) for leaf in cone.leaves)
         return replace(
             copied,
             cost_us=copied.cost_us + missing * sum(op.cost_us for op in again),
@@ -148,7 +148,7 @@ class _SliceFinder:
         """Most bytes at one time while a share of what leads to the value is made: results up to their last reader, and workspaces."""
         owner: dict[fx.Node, fx.Node] = {}  # whose memory a call's result lies in
         last: dict[fx.Node, int] = {}
-        for place, node in enumerate(cone.calls):
+        for place, node in enumerate(cone.nodes):
             alias = node.all_input_nodes[0] if torch_private.is_getitem(node) else aliased_argument(node)
             owner[node] = owner.get(alias, node) if alias is not None else node
             last[owner[node]] = place
@@ -156,7 +156,7 @@ class _SliceFinder:
                 if operand in owner:
                     last[owner[operand]] = place
         live = most = 0
-        for place, node in enumerate(cone.calls):
+        for place, node in enumerate(cone.nodes):
             op = self._op.get(node.name)
             live += _made_bytes(node, share) if owner[node] is node and op is not None else 0
             most = max(most, live + (0 if op is None else op.workspace_bytes))
@@ -175,12 +175,6 @@ class _SliceFinder:
         node = self._captured.nodes[value]
         assert node is not None
         return node
-
-
-def _is_one_block(cone: Cone) -> bool:
-    """Whether the rows lie one after the other."""
-    before: tuple[int, ...] = tuple(cone.value.meta["val"].shape[: cone.rows.dimension])
-    return math.prod(before) == 1
 
 
 def _is_plain(value: object) -> bool:

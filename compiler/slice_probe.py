@@ -18,7 +18,7 @@ from torch import fx
 from dyngran.compiler import torch_private
 from dyngran.compiler.codecs import Writer
 from dyngran.compiler.row_slices import Exactness, Rows
-from dyngran.compiler.slices import Cone, Slice
+from dyngran.compiler.slices import CallOnRows, Cone, Slice
 from dyngran.compiler.storages import storage_bytes, tensors_of
 from dyngran.passes.measure_cpu import FAILURES
 from dyngran.passes.profile import on_clean_thread
@@ -26,10 +26,19 @@ from dyngran.passes.profile_cache import device_settings
 from dyngran.passes.signature import TensorSpec
 
 SEED = 0
-NUM_TRIED = 200_003  # numbers on which vectors and single numbers are compared, and about so many of a value, in
+NUM_TRIED = 200_003  # about so many numbers of a value are compared, in
 MAX_DRAWS = 40  # draws at most
 GRAIN, VECTOR = 32768, 128  # numbers: the least share of a thread, and a multiple of what loops over vectors take at once
+NUM_ALONE = 1_000_003  # numbers on which vectors and single numbers are compared
 NUM_DRAWN = 1_000_003  # numbers, a prime, so that rows differ
+SOFTMAXES = frozenset({"aten::_softmax", "aten::_log_softmax", "aten::_safe_softmax"})
+BY_ROWS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "mm", "addmm", "bmm", "baddbmm", "convolution", "native_layer_norm", "native_group_norm", "_fused_rms_norm",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    )
+)  # fmt: skip
 _known: dict[object, bool] = {}  # of this process
 
 
@@ -58,22 +67,21 @@ class SliceProbe:
         """Whether every number goes through the same instructions in part as it does in the whole.
 
         On a CPU the last numbers of a thread's share, where they fill no vector, go through others, and of many functions these give other
-        bits. They are few: a trial may not meet one that differs.
+        bits. They are few: a trial may not meet one that differs. Sums of what lies apart have such ends too.
         """
-        if self._device.type != "cpu":
+        return self._device.type != "cpu" or all(map(self._is_alike, cone.calls))
+
+    def _is_alike(self, call: CallOnRows) -> bool:
+        if call.exactness is Exactness.COPY or (call.is_block and _fills_vectors(call.node, call.rows)):
             return True
-        return all(
-            kind is not Exactness.POINTWISE or _fills_vectors(node, rows) or self._is_same_everywhere(node)
-            for node, rows, kind in zip(cone.calls, cone.made, cone.kinds, strict=True)
-        )
+        if call.exactness is Exactness.POINTWISE:
+            return self._is_same_everywhere(call.node)
+        return call.is_block and _sums_row_by_row(call.node)
 
     def _is_same_everywhere(self, node: fx.Node) -> bool:
-        """Whether an operator's vectors give the bits of its single numbers, tried on many."""
-        key = (
-            self._settings,
-            str(node.target),
-            tuple(tensor.dtype for one in node.all_input_nodes for tensor in tensors_of(one.meta["val"])),
-        )
+        """Whether an operator's vectors give the bits of its single numbers, tried on many of any size."""
+        dtypes = tuple(tensor.dtype for one in node.all_input_nodes for tensor in tensors_of(one.meta["val"]))
+        key = (self._settings, _written(node, {}), dtypes)
         if key not in _known:
             (_known[key],) = self._run(partial(_is_same_one_by_one, node))
         return _known[key]
@@ -89,16 +97,24 @@ class SliceProbe:
             return work()
 
 
+def _sums_row_by_row(node: fx.Node) -> bool:
+    """Whether an operator goes through every row, or block of rows, from its first number to its last, wherever it lies."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True  # takes a result
+    name = node.target._schema.name
+    if name in SOFTMAXES:
+        return node.args[1] in (-1, node.meta["val"].dim() - 1)
+    return name in BY_ROWS
+
+
 def _fills_vectors(node: fx.Node, rows: Rows) -> bool:
     """Whether nothing is left over of any vector where a CPU's threads share out the rows of ``node``, all of them or those of ``rows``.
 
     Source: at::parallel_for as TensorIterator calls it: equal shares of at least `GRAIN` numbers.
     """
-    (tensor,) = tensors_of(node.meta["val"])
+    tensor = next(tensors_of(node.meta["val"]))  # of several results rows are those of the first
     row = math.prod(tensor.shape[rows.dimension + 1 :])
-    if math.prod(tensor.shape[: rows.dimension]) != 1 or row % VECTOR:
-        return False
-    return all(_share(count * row) % VECTOR == 0 for count in (tensor.shape[rows.dimension], rows.count))
+    return row % VECTOR == 0 and all(_share(count * row) % VECTOR == 0 for count in (tensor.shape[rows.dimension], rows.count))
 
 
 def _share(count: int) -> int:
@@ -110,8 +126,11 @@ def _is_same_one_by_one(node: fx.Node) -> list[bool]:
     generator = torch.Generator().manual_seed(SEED)
 
     def sample(operand: fx.Node) -> torch.Tensor:
-        like = operand.meta["val"]
-        return _sample(TensorSpec((NUM_TRIED,), (1,), like.dtype, "cpu"), torch.device("cpu"), generator)
+        dtype = operand.meta["val"].dtype
+        numbers = _sample(TensorSpec((NUM_ALONE,), (1,), dtype, "cpu"), torch.device("cpu"), generator)
+        if dtype.is_floating_point:
+            numbers = (numbers.double() * torch.exp2(24 * torch.rand(NUM_ALONE, generator=generator).double() - 16)).to(dtype)
+        return numbers
 
     def apart(packed: torch.Tensor) -> torch.Tensor:
         """The same numbers, between others: no vector can load them."""
@@ -134,16 +153,20 @@ def _called(node: fx.Node, operands: Mapping[fx.Node, torch.Tensor]) -> torch.Te
 
 def _needed_bytes(cone: Cone, device: torch.device) -> int:
     """Leaves, every result as a whole and in part, the value twice more, and as much again where bits are compared."""
-    nodes = (*cone.leaves, *cone.calls, *cone.calls, *(cone.value for _ in range(4)))
+    nodes = (*cone.leaves, *cone.nodes, *cone.nodes, *(cone.value for _ in range(4)))
     return sum(storage_bytes(tensor, device) for node in nodes for tensor in tensors_of(node.meta.get("val")))
 
 
 def _described(cone: Cone) -> object:
     """The operators of a cone with their arguments, shapes and strides in place of operands."""
-    number = {node: place for place, node in enumerate((*cone.leaves, *cone.calls))}
+    number = {node: f"<{place}>" for place, node in enumerate((*cone.leaves, *cone.nodes))}
     leaves = [tuple(TensorSpec.of(tensor) for tensor in tensors_of(leaf.meta["val"])) for leaf in cone.leaves]
-    calls = [str((node.target, fx.node.map_arg((node.args, node.kwargs), lambda one: f"<{number.get(one)}>"))) for node in cone.calls]
-    return (*leaves, *calls, cone.rows)
+    return (*leaves, *(_written(node, number) for node in cone.nodes), cone.rows)
+
+
+def _written(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+    """A call with its arguments, and names in place of operands."""
+    return str((node.target, fx.node.map_arg((node.args, node.kwargs), lambda one: names.get(one, "<>"))))
 
 
 def _give_same_bits(cones: Sequence[Cone], device: torch.device) -> list[bool]:
@@ -163,7 +186,7 @@ def _same_once(cones: Sequence[Cone], device: torch.device, generator: torch.Gen
     samples: list[torch.Tensor] = []
     for cone in cones:
         with suppress(*FAILURES), torch.no_grad():  # an operator that does not run on these numbers, or not on rows of them
-            if whole is None or made_of is None or (made_of.leaves, made_of.calls) != (cone.leaves, cone.calls):
+            if whole is None or made_of is None or (made_of.leaves, made_of.nodes) != (cone.leaves, cone.nodes):
                 samples = [_sample(TensorSpec.of(leaf.meta["val"]), device, generator) for leaf in cone.leaves]
                 whole, made_of = _maker(cone)(*samples), cone
             if _same_bits(whole, _round_trip(cone)(whole, *samples)):
@@ -174,7 +197,7 @@ def _same_once(cones: Sequence[Cone], device: torch.device, generator: torch.Gen
 def _maker(cone: Cone) -> Callable[..., torch.Tensor]:
     """A function of the leaves that makes the value."""
     graph, copies = _graph_of((*cone.leaves,))
-    for node in cone.calls:
+    for node in cone.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(copies[cone.value])
     return _function(graph)

@@ -7,6 +7,7 @@ of operators of which nobody knows how to make a part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,21 +28,33 @@ _WORSE = (Exactness.COPY, Exactness.POINTWISE, Exactness.LIBRARY)
 
 
 @dataclass(frozen=True, slots=True)
+class CallOnRows:
+    """Rows of what a node makes, and how exact they are. ``is_block``: they lie one after the other, and so do rows of each operand."""
+
+    node: fx.Node
+    rows: Rows
+    exactness: Exactness
+    is_block: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Cone:
-    """How ``rows`` of ``value`` are made again. ``leaves`` are read, rows of ``calls`` are made, both in the order of the graph; ``made``
-    says which rows of each call, ``kinds`` how exact it is."""
+    """How ``rows`` of ``value`` are made again. ``leaves`` are read, ``calls`` run on rows, both in the order of the graph."""
 
     value: fx.Node
     rows: Rows
     leaves: tuple[fx.Node, ...]
-    calls: tuple[fx.Node, ...]
-    made: tuple[Rows, ...]
-    kinds: tuple[Exactness, ...]
+    calls: tuple[CallOnRows, ...]
 
     @property
     def exactness(self) -> Exactness:
         """Of the least exact of the calls."""
-        return max(self.kinds, key=_WORSE.index, default=Exactness.COPY)
+        return max((call.exactness for call in self.calls), key=_WORSE.index, default=Exactness.COPY)
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """What runs on rows."""
+        return tuple(call.node for call in self.calls)
 
 
 def find_cone(value: fx.Node, rows: Rows, *, is_leaf: Callable[[fx.Node], bool], may_run: Callable[[fx.Node], bool]) -> Cone | None:
@@ -57,9 +70,7 @@ def find_cone(value: fx.Node, rows: Rows, *, is_leaf: Callable[[fx.Node], bool],
             return None
         several = {node for node, made in calls.items() if node in leaves or len(made) > 1}
         if not several:
-            order = sorted(calls)
-            made, kinds = zip(*(next(iter(calls[node].items())) for node in order), strict=True)
-            return Cone(value, rows, tuple(sorted(leaves)), tuple(order), made, kinds)
+            return Cone(value, rows, tuple(sorted(leaves)), tuple(next(iter(calls[node])) for node in sorted(calls)))
         if value in several:
             return None
         forced |= several  # somebody reads all of it, or other rows: then rows are taken of the whole
@@ -67,11 +78,11 @@ def find_cone(value: fx.Node, rows: Rows, *, is_leaf: Callable[[fx.Node], bool],
 
 def _walk(
     value: fx.Node, rows: Rows, forced: set[fx.Node], is_leaf: Callable[[fx.Node], bool], may_run: Callable[[fx.Node], bool]
-) -> tuple[set[fx.Node], dict[fx.Node, dict[Rows, Exactness]]]:
-    """Leaves, and what is no leaf with the rows of it that are made, and how exactly."""
+) -> tuple[set[fx.Node], dict[fx.Node, set[CallOnRows]]]:
+    """Leaves, and the calls that make rows of what is none."""
     own = {value, value.all_input_nodes[0]} if torch_private.is_getitem(value) else {value}
     leaves: set[fx.Node] = set()
-    calls: dict[fx.Node, dict[Rows, Exactness]] = {}
+    calls: dict[fx.Node, set[CallOnRows]] = {}
     waiting: list[Part] = [Part(value, rows)]
     seen: set[Part] = set()
     while waiting:
@@ -86,8 +97,10 @@ def _walk(
         if call is None or part.rows is None or is_dear:
             leaves.add(part.node)
         else:
-            calls.setdefault(part.node, {})[part.rows] = call.exactness
-            waiting.extend(_parts_of((call.args, call.kwargs)))
+            parts = _parts_of((call.args, call.kwargs))
+            is_block = all(map(_is_block, (part, *parts)))
+            calls.setdefault(part.node, set()).add(CallOnRows(part.node, part.rows, call.exactness, is_block))
+            waiting.extend(parts)
     return leaves, calls
 
 
@@ -97,6 +110,13 @@ def _call_of(part: Part, may_run: Callable[[fx.Node], bool]) -> SlicedCall | Non
     if part.rows is None or node.op != "call_function" or not (is_free or may_run(node)):
         return None
     return sliced_call(node, part.rows)
+
+
+def _is_block(part: Part) -> bool:
+    """Whether rows lie one after the other, if what they are of is contiguous."""
+    value = part.node.meta["val"]
+    sizes: tuple[int, ...] = tuple((value[0] if isinstance(value, (tuple, list)) else value).shape)
+    return part.rows is None or math.prod(sizes[: part.rows.dimension]) == 1
 
 
 def _parts_of(arguments: Any) -> list[Part]:

@@ -72,10 +72,10 @@ class StoredForm:
     def moved(self, num_ops: int) -> StoredForm:
         """For a problem with so many more ops before the others."""
         offer = self.offer
-        barred = frozenset(op + num_ops for op in offer.barred)
+        barred, again = (frozenset(op + num_ops for op in ops) for ops in (offer.barred, offer.again))
         stored_after, fetch = (None if op is None else op + num_ops for op in (offer.stored_after, offer.fetch))
         codec = self.codec.moved(num_ops) if isinstance(self.codec, Offload) else self.codec
-        return replace(self, offer=replace(offer, barred=barred, stored_after=stored_after, fetch=fetch), codec=codec)
+        return replace(self, offer=replace(offer, barred=barred, again=again, stored_after=stored_after, fetch=fetch), codec=codec)
 
 
 @dataclass(frozen=True, slots=True)
