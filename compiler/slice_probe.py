@@ -29,6 +29,7 @@ SEED = 0
 NUM_TRIED = 200_003  # about so many numbers of a value are compared, in
 MAX_DRAWS = 40  # draws at most
 GRAIN, VECTOR = 32768, 128  # numbers: the least share of a thread, and a multiple of what loops over vectors take at once
+MIN_ROW = 32  # numbers of a row that is summed by itself: the last rows may be summed otherwise, and fewer might agree by chance
 NUM_ALONE = 1_000_003  # numbers on which vectors and single numbers are compared
 NUM_DRAWN = 1_000_003  # numbers, a prime, so that rows differ
 SOFTMAXES = frozenset({"aten::_softmax", "aten::_log_softmax", "aten::_safe_softmax"})
@@ -48,7 +49,7 @@ class SliceProbe:
     def __init__(self, device: torch.device, *, limit_bytes: int | None) -> None:
         self._device = device
         self._limit_bytes = limit_bytes
-        self._settings = device_settings(device)
+        self._settings = (device_settings(device), torch.get_float32_matmul_precision())
 
     @property
     def evidence(self) -> str:
@@ -76,7 +77,7 @@ class SliceProbe:
             return True
         if call.exactness is Exactness.POINTWISE:
             return self._is_same_everywhere(call.node)
-        return call.is_block and _sums_row_by_row(call.node)
+        return call.is_block and _row_length(call.node, call.rows) >= MIN_ROW and _sums_row_by_row(call.node)
 
     def _is_same_everywhere(self, node: fx.Node) -> bool:
         """Whether an operator's vectors give the bits of its single numbers, tried on many of any size."""
@@ -112,9 +113,13 @@ def _fills_vectors(node: fx.Node, rows: Rows) -> bool:
 
     Source: at::parallel_for as TensorIterator calls it: equal shares of at least `GRAIN` numbers.
     """
-    tensor = next(tensors_of(node.meta["val"]))  # of several results rows are those of the first
-    row = math.prod(tensor.shape[rows.dimension + 1 :])
+    tensor, row = next(tensors_of(node.meta["val"])), _row_length(node, rows)
     return row % VECTOR == 0 and all(_share(count * row) % VECTOR == 0 for count in (tensor.shape[rows.dimension], rows.count))
+
+
+def _row_length(node: fx.Node, rows: Rows) -> int:
+    """Numbers in a row; of several results rows are those of the first."""
+    return math.prod(next(tensors_of(node.meta["val"])).shape[rows.dimension + 1 :])
 
 
 def _share(count: int) -> int:

@@ -385,6 +385,7 @@ def test_functions_with_other_numbers_are_tried_apart(monkeypatch: pytest.Monkey
         (lambda x: x.softmax(1), (40, 3, 128), Rows(0, 20, 40), True),
         (lambda x: x.softmax(-1), (40, 101), Rows(0, 20, 40), True),
         (lambda x: x.sum(0), (40, 101), Rows(0, 20, 101), False),
+        (lambda x: x @ x[:1].t(), (1000, 64), Rows(0, 500, 1000), False),  # of one column the last rows are summed otherwise
     ],
 )
 def test_sums_are_cut_where_each_row_is_summed_by_itself(
