@@ -12,6 +12,7 @@ from dyngran.compiler.checks.sites import Groups, Key, Site, SiteGroup, grouped
 from dyngran.compiler.checks.step_pair import Step, StepPair
 from dyngran.compiler.plans.planfile import GraphBreak
 from dyngran.passes.errors import BudgetTooSmall, format_bytes, format_us
+from dyngran.passes.forms import base_ops
 from dyngran.passes.problem import Kind
 
 WORTH_NAMING = 1e-4  # of what the committed step saves, holds or takes
@@ -157,7 +158,7 @@ def _costs(pair: StepPair) -> list[Culprit]:
 def _ops(step: Step, known: Mapping[tuple[int, int], Key]) -> Groups:
     items = []
     for at, problem in enumerate(step.problems):
-        for op in problem.ops:
+        for op in (problem.ops[index] for index in base_ops(problem)):  # ways to store values are work only where a plan takes them
             if op.writes and op.cost_us:
                 value = problem.values[op.writes[0]]
                 site = Site.of(value.label or value.name)
