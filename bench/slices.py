@@ -1,12 +1,13 @@
 """What slices are worth on a model of few large values: ``python bench/slices.py --output rows.jsonl``.
 
-Two MLPs with a norm between them, under budgets between the least peak and the free one, with and without slices, with every operator a
+Two MLPs with a norm between them, under budgets of shares of the free transient, with and without slices, with every operator a
 kernel. Each pair is timed in turns (A B A B ...), after both are compiled; peaks are those of allocations in a step.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import sys
@@ -23,7 +24,7 @@ import dyngran
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # what a step really allocates is measured by one function
 from measure import forward_backward, held_tensors, measured_peak
 
-from rows import commit  # isort: skip
+from plan import commit  # isort: skip
 
 
 class Mlps(nn.Module):
@@ -40,20 +41,20 @@ class Mlps(nn.Module):
 
 
 def compiled(module: nn.Module, inputs: tuple[Tensor, ...], **options: object) -> Callable[..., Tensor]:
-    torch._dynamo.reset()
     step: Callable[..., Tensor] = torch.compile(module, backend="dyngran", options={"codegen": "eager", **options})
     forward_backward(step, inputs)
     return step
 
 
-def timed(
-    steps: dict[bool, Callable[..., Tensor]], module: nn.Module, inputs: tuple[Tensor, ...], num_rounds: int
-) -> dict[bool, list[float]]:
+Steps = dict[bool, Callable[..., Tensor]]  # with slices and without
+
+
+def timed(steps: Steps, modules: dict[bool, Mlps], inputs: tuple[Tensor, ...], num_rounds: int) -> dict[bool, list[float]]:
     """Milliseconds of each step, in turns."""
     taken: dict[bool, list[float]] = {allowed: [] for allowed in steps}
     for _ in range(num_rounds):
         for allowed, step in steps.items():
-            module.zero_grad()
+            modules[allowed].zero_grad()
             begin = time.perf_counter()
             forward_backward(step, inputs)
             taken[allowed].append(1e3 * (time.perf_counter() - begin))
@@ -73,20 +74,23 @@ def main() -> int:
     torch.manual_seed(0)
     module, inputs = Mlps(args.width), (torch.randn(args.rows, args.width),)
     free = dyngran.explain(compiled(module, inputs, budget=None))
-    least_bytes = min(peak_bytes for peak_bytes, _ in free.frontier)
+    static_bytes = free.plan.static_bytes
     for share in args.shares:
-        budget = int(least_bytes + share * (free.predicted_peak_bytes - least_bytes))
-        steps = {allowed: compiled(module, inputs, budget=budget, slice=allowed) for allowed in (False, True)}
-        taken = timed(steps, module, inputs, args.rounds)
+        budget = int(static_bytes + share * (free.predicted_peak_bytes - static_bytes))
+        torch._dynamo.reset()
+        modules = {allowed: copy.deepcopy(module) for allowed in (False, True)}
+        steps = {allowed: compiled(one, inputs, budget=budget, slice=allowed) for allowed, one in modules.items()}
+        taken = timed(steps, modules, inputs, args.rounds)
         for allowed, step in steps.items():
             plan = dyngran.explain(step).plan
-            module.zero_grad()
+            modules[allowed].zero_grad()
+            held = held_tensors(modules[allowed], inputs)
             row = {
                 "share": share,
                 "slice": allowed,
                 "budget_bytes": budget,
                 "predicted_peak_bytes": plan.peak_bytes,
-                "measured_peak_bytes": measured_peak(lambda step=step: forward_backward(step, inputs), held_tensors(module, inputs)),
+                "measured_peak_bytes": measured_peak(lambda step=step: forward_backward(step, inputs), held),
                 "predicted_overhead_ms": round(plan.overhead_us / 1e3, 2),
                 "step_ms": round(statistics.median(taken[allowed]), 2),
                 "step_ms_quartiles": [round(one, 2) for one in statistics.quantiles(taken[allowed], n=4)[::2]],
