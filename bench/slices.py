@@ -65,9 +65,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument(
-        "--shares", type=float, nargs="+", default=[0.9, 0.8, 0.7, 0.6, 0.5], help="of what lies between the least and the free peak"
-    )
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.95, 0.85, 0.75], help="of the free transient")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -95,9 +93,11 @@ def main() -> int:
                 "step_ms": round(statistics.median(taken[allowed]), 2),
                 "step_ms_quartiles": [round(one, 2) for one in statistics.quantiles(taken[allowed], n=4)[::2]],
                 "slices": [one.format for one in plan.decisions if one.fraction is not None],
+                "device": f"cpu {torch.backends.cpu.get_cpu_capability()}",
                 "threads": torch.get_num_threads(),
                 "torch": torch.__version__,
                 "commit": commit(),
+                "command": " ".join(["python", "bench/slices.py", *sys.argv[1:]]),
             }
             print(json.dumps(row), flush=True)
             if args.output:

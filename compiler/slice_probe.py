@@ -30,7 +30,7 @@ NUM_TRIED = 200_003  # about so many numbers of a value are compared, in
 MAX_DRAWS = 40  # draws at most
 GRAIN, VECTOR = 32768, 128  # numbers: the least share of a thread, and a multiple of what loops over vectors take at once
 MIN_ROW = 32  # numbers of a row that is summed by itself: the last rows may be summed otherwise, and fewer might agree by chance
-NUM_ALONE = 1_000_003  # numbers on which vectors and single numbers are compared
+NUM_ALONE = 200_003  # numbers on which vectors and single numbers are compared: 15 MB for a moment
 NUM_DRAWN = 1_000_003  # numbers, a prime, so that rows differ
 SOFTMAXES = frozenset({"aten::_softmax", "aten::_log_softmax", "aten::_safe_softmax"})
 BY_ROWS = frozenset(
@@ -157,8 +157,8 @@ def _called(node: fx.Node, operands: Mapping[fx.Node, torch.Tensor]) -> torch.Te
 
 
 def _needed_bytes(cone: Cone, device: torch.device) -> int:
-    """Leaves, every result as a whole and in part, the value twice more, and as much again where bits are compared."""
-    nodes = (*cone.leaves, *cone.nodes, *cone.nodes, *(cone.value for _ in range(4)))
+    """Leaves, and every result, in whole or in part; beside the value what is stored and the missing rows, as large as it, and it again."""
+    nodes = (*cone.leaves, *cone.nodes, cone.value, cone.value)
     return sum(storage_bytes(tensor, device) for node in nodes for tensor in tensors_of(node.meta.get("val")))
 
 
