@@ -390,3 +390,8 @@ def test_a_smaller_peak_is_within_reach_where_formats_are_named() -> None:
             step(x).square().mean().backward()
         least.append(refusal.value.least_peak_bytes)
     assert least == sorted(least, reverse=True)
+    with pytest.raises(BudgetTooSmall, match=r"stored rounded, options=\{'storage': \['bf16', 'fp8'\]\} may need less"):
+        compiled(module, budget=least[0] - 1)(x).square().mean().backward()
+    with pytest.raises(BudgetTooSmall) as refusal:
+        compiled(module, storage=["bf16"], budget=least[1] - 1)(x).square().mean().backward()
+    assert "stored rounded" not in str(refusal.value)
